@@ -18,6 +18,9 @@ import torch
 from llguidance import LLMatcher
 
 from kernels.emulator.device import EmulatedDevice
+from services.scheduler.core import speculation
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.types import NewRequest
 from shared.columns import unpack_float
 from shared.text.logprobs import unpack_prompt_records, unpack_records
 from tests.engine.driver import Driver, tokens_of
@@ -128,6 +131,40 @@ def test_a_grammar_is_given_the_tokens_that_the_device_keeps(
         assert end == EOS and re.fullmatch(pattern, bytes(text).decode())
 
 
+def drafted(reference: Reference) -> list[NewRequest]:
+    """Requests with their true outputs as predictions, in which every fourth token is another one."""
+    made = []
+    for at, (prompt, output) in enumerate(zip(reference.prompts, reference.outputs, strict=True)):
+        guess = [token if (at + place) % 4 else (token + 1) % 256 for place, token in enumerate(output)]
+        request = in_process.request(f"r{at}", prompt, OUTPUTS, logprobs=3 * (at % 2))
+        request.prediction = np.array([*prompt, *guess], np.int32)
+        made.append(request)
+    return made
+
+
+def count_drafts(core: Scheduler) -> None:
+    stats = core.stats()
+    assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+
+
+@pytest.mark.parametrize(("order", "lookahead"), [(None, 0), (1, 1), (3, 1)])
+def test_drafts_leave_transformers_tokens(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, order: int | None, lookahead: int
+) -> None:
+    """Greedy, as a row may have other bits beside other rows; no token hangs on them here."""
+    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+    engine = emulated(monkeypatch, reference.path, order, kv_blocks=9, host_blocks=12)
+    engine.warm_up()
+    policy = "orcinus:memory=watermark,relief=newest-swap"
+    recorded, core = in_process.run(engine, drafted(reference), policy, lookahead=lookahead, speculate="suffix")
+    assert tokens_of(recorded) == reference.outputs and not recorded.errors
+    for at in range(1, len(reference.prompts), 2):
+        told = unpack_records(recorded.logprobs[f"r{at}", 0], 3)
+        assert [one.best[0][0] for one in told] == reference.outputs[at]
+    count_drafts(core)
+    assert core.stats()["swapped_blocks"] > 0
+
+
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen2_moe": {"mlp_only_layers": [0]},
@@ -152,12 +189,17 @@ def test_mixtures_of_experts_give_transformers_tokens(
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_ranks_of_emulated_gpus_give_transformers_tokens(
-    processes: Processes, reference: Reference, tp: int, pp: int
+    processes: Processes, reference: Reference, monkeypatch: pytest.MonkeyPatch, tp: int, pp: int
 ) -> None:
-    """Each device's work is put off, and done when the ranks meet."""
+    """Each device's work is put off, and done when the ranks meet. Then with drafts, two microbatches at a time."""
     with processes.replica(tp, pp, reference.path, kernels="emulator", dtype="auto", **SMALL) as replica:
         found = Driver(replica, reference.prompts[:3]).run_all(4, 15)
-    assert found == [output[:4] for output in reference.outputs[:3]]
+        assert found == [output[:4] for output in reference.outputs[:3]]
+        monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+        requests = drafted(reference)[:4]
+        recorded, core = in_process.run(replica, requests, "orcinus", lookahead=0, microbatches=2, speculate="suffix")
+    assert tokens_of(recorded) == reference.outputs[:4]
+    count_drafts(core)
 
 
 class CountedDevice(EmulatedDevice):
