@@ -30,7 +30,7 @@ from services.gateway.batches.usage import Usage, usage_of
 from services.gateway.errors import TAKEN_OVER, UNAVAILABLE, ApiError
 from services.gateway.metrics import Metrics
 from shared.batch_lines import RETRIED, LineError, answer_line
-from shared.tasks import end
+from shared.tasks import end, to_its_end
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -134,7 +134,10 @@ class Run:
         return Journal(self._folder, self._epoch)
 
     async def _write(self) -> None:
-        await self._means.files.in_thread(self._means.batches.write, self._batch, self._state)
+        """Write the state to the disk. A cancellation waits for it: a thread that was left would put an older state in
+        place of a later one.
+        """
+        await to_its_end(self._means.files.in_thread(self._means.batches.write, self._batch, self._state))
 
     # Lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from services.gateway.auth import Caller
 from services.gateway.batches import run as module
 from services.gateway.batches.journal import journal_name
 from services.gateway.batches.lines import InputLines, seed_of
-from services.gateway.batches.records import Batch, Outdated
+from services.gateway.batches.records import Batch, BatchState, BatchStore, OpenBatch, Outdated
 from services.gateway.batches.run import Means, Run
 from services.gateway.batches.usage import Usage, usage_of
 from services.gateway.errors import ApiError
@@ -230,6 +231,36 @@ async def test_line_is_read_once_it_has_a_slot(tmp_path: Path, monkeypatch: pyte
     case.app.gate = gate
     await case.run(requests=8, slots=1).run()
     assert seen == list(range(1, 10))
+
+
+async def test_a_late_write_of_counts_is_over_before_the_batch_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write hangs while the last line is answered; a batch with that state at last would never end."""
+    case = Case(tmp_path, lines_of(3))
+    hangs, ended, over = asyncio.Event(), threading.Event(), threading.Event()
+    loop, write = asyncio.get_running_loop(), BatchStore.write
+
+    def slow(store: BatchStore, batch: OpenBatch, state: BatchState, first: Callable[[], None] | None = None) -> None:
+        if state.status == "in_progress" and state.completed == 2:
+            over.clear()
+            loop.call_soon_threadsafe(hangs.set)
+            ended.wait(1.0)  # it is not, unless the batch ends meanwhile
+        write(store, batch, state, first)
+        if state.status == "in_progress":
+            over.set()
+        elif state.status == "completed":
+            ended.set()
+
+    async def gate(body: dict[str, Any]) -> None:
+        if body["prompt"] == "002":
+            await hangs.wait()
+
+    monkeypatch.setattr(BatchStore, "write", slow)
+    case.app.gate = gate
+    await case.run().run()
+    assert hangs.is_set() and await asyncio.to_thread(over.wait, 10)
+    assert counts(case.now) == ("completed", 3, 3, 0)
 
 
 async def test_batch_cancelled_early_is_not_checked(tmp_path: Path) -> None:
