@@ -136,7 +136,7 @@ EXPERTS_TILE_BYTES = 16  # of an int4 in ROUTE's tiles
 # Attention. The planner (`planner`) cuts the attention of an iteration into work items. A sequence is read in slabs of
 # SLAB tokens: slab i lies in its page i * SLAB // block_size, and one KV head's slab is SLAB * head_dim numbers in one
 # piece. Sequences with one row go to the decode kernel, all others to the prefill kernel; both read the same arrays and
-# write the same kinds of results. A work item whose `partial` is below zero writes its rows of `out` itself. Any other
+# write the same kinds of results. A work item with a `partial` below zero writes its rows of `out` itself. Any other
 # covers a part of the slabs: the token with index i in the item writes its result, still to be weighted, to row
 # partial + i * splits of partial_out, and the base-2 logarithm of its sum of exponentials to the same row of
 # partial_lse; `attention_merge` then combines the rows of one token, which lie one after another.

@@ -99,7 +99,7 @@ def _told(results: dict[str, Any]) -> int:
     for claim in results.get("claims", []):
         if not claim["holds"]:
             print(
-                f"missed: {claim['claim']}: {claim['ours']:,} against {claim['other']:,} of {claim['who']}",
+                f"missed: {claim['claim']}: {claim['ours']:,} against {claim['other']:,} of {claim['rival']}",
                 file=sys.stderr,
             )
     wrong = [table["table"] for table in results.get("tables", []) if not table["reproduced"]]

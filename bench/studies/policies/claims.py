@@ -16,7 +16,7 @@ OURS = "orcinus"
 def claims(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one entry for each claim.
 
-    Fields: claim, ours, other (the figure of policy `who`), ratio (ours / other), goal, holds.
+    Fields: claim, ours, other (the figure of policy `rival`), ratio (ours / other), goal, holds.
     """
     found = []
     for head in results["studies"]:
@@ -51,4 +51,4 @@ def _static(static: dict[str, Any]) -> list[dict[str, Any]]:
 def _entry(claim: str, ours: float, best: str, other: float, goal: float) -> dict[str, Any]:
     ratio = round(ours / other, 4) if other else None
     holds = ours >= goal * other
-    return {"claim": claim, "ours": ours, "who": best, "other": other, "ratio": ratio, "goal": goal, "holds": holds}
+    return {"claim": claim, "ours": ours, "rival": best, "other": other, "ratio": ratio, "goal": goal, "holds": holds}

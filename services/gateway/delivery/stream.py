@@ -631,7 +631,7 @@ class Generation:
         self.span: RequestSpan | None = None  # set where traces are sent
         self._left = left
         self.passed_over: Callable[[Delta], None] = _unread
-        """Called with what the client has already, for a writer whose events depend on it."""
+        """Take what the client has already, for a writer with events that depend on it."""
         self._held_finishes = HeldFinishes(stream.wake)
         self._deadline: asyncio.TimerHandle | None = None
         self._ended: ApiError | None = None  # raised by the next call of `next`

@@ -42,7 +42,7 @@ def test_a_claim_is_missed_from_two_percent_below_the_best() -> None:
     for row in rows:
         row["goodput_rps"] = {"orcinus": 9.8, "tgi": 10.0}.get(row["policy"], 1.0)
     claim = claims(changed)[0]
-    assert (claim["who"], claim["ratio"], claim["holds"]) == ("tgi", 0.98, True)
+    assert (claim["rival"], claim["ratio"], claim["holds"]) == ("tgi", 0.98, True)
     next(row for row in rows if row["policy"] == "tgi")["goodput_rps"] = 10.01
     assert not claims(changed)[0]["holds"]
 

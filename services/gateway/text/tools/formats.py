@@ -201,7 +201,7 @@ def _call_lines(kind: str, at: int, function: Function, atom: Callable[[str], st
 
 
 def _pair_lines(kind: str, at: int, function: Function, schema: dict[str, Any]) -> list[str]:
-    """Return the rules of a call whose arguments are pairs, in the order of the schema."""
+    """Return the rules of a call with pairs as arguments, in the order of the schema."""
     is_qwen = kind == "qwen3-coder"
     end = "\n</parameter>\n" if is_qwen else "</arg_value>\n"
     pairs, lines = [], []
