@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.ops import FLOAT4, Groups
+from kernels.ops import TABLES, Groups
 from services.worker.models.checkpoint import (
     DTYPES,
     FLOATS,
@@ -110,7 +110,7 @@ class GgufWeights(Source):
         raw = self._rows(name, first, rows, torch.uint8)
         groups = UNPACK[kind.name](raw.view(rows, -1, kind.size_bytes))
         scales = groups.scales if groups.mins is None else groups.scales + groups.mins
-        finite(self, name, scales, max(FLOAT4) if groups.floats else 1.0)
+        finite(self, name, scales, max(map(abs, TABLES[groups.table])) if groups.table else 1.0)
         return groups
 
     def fingerprint(self) -> str:
@@ -249,10 +249,12 @@ def _fifth_bits(raw: Tensor) -> Tensor:
     return (raw[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(2) << 4
 
 
-def _groups(bits: int, size: int, numbers: Tensor, scales: Tensor, mins: Tensor | None = None) -> Groups:
+def _groups(
+    bits: int, size: int, numbers: Tensor, scales: Tensor, mins: Tensor | None = None, table: str = ""
+) -> Groups:
     """Return Groups of [rows, blocks, ...] of each."""
     least = None if mins is None else mins.flatten(1).contiguous()
-    return Groups(bits, size, numbers.flatten(1).contiguous(), scales.flatten(1).contiguous(), least)
+    return Groups(bits, size, numbers.flatten(1).contiguous(), scales.flatten(1).contiguous(), least, table)
 
 
 def _q4_0(raw: Tensor) -> Groups:
@@ -279,8 +281,7 @@ def _q5_1(raw: Tensor) -> Groups:
 
 def _mxfp4(raw: Tensor) -> Groups:
     """Unpack an exponent, 16 bytes: 2^(e - 127) * FLOAT4[q]. An exponent of 255 is no number."""
-    scales = powers(raw[:, :, :1])
-    return Groups(4, 32, _nibbles(raw[:, :, 1:]).flatten(1).contiguous(), scales.flatten(1).contiguous(), floats=True)
+    return _groups(4, 32, _nibbles(raw[:, :, 1:]), powers(raw[:, :, :1]), table="float4")
 
 
 def _q8_0(raw: Tensor) -> Groups:
@@ -303,6 +304,18 @@ def _q4_k(raw: Tensor) -> Groups:
 
 
 def _q5_k(raw: Tensor) -> Groups:
+def _iq4_nl(raw: Tensor) -> Groups:
+    """Unpack d, 16 bytes: d * IQ4[q]."""
+    return _groups(4, 32, _nibbles(raw[:, :, 2:]), _half(raw, 0), table="iq4")
+
+
+def _iq4_xs(raw: Tensor) -> Groups:
+    """Unpack 8 groups of 32, d, high 2 and low 4 bits of their scales: d * (sc - 32) * IQ4[q]."""
+    low = _nibbles(raw[:, :, 4:8]).mT.flatten(2)
+    scales = (low | _bits(raw[:, :, 2:4], 2).mT.flatten(2) << 4).float() - 32
+    return _groups(4, 32, _nibbles(raw[:, :, 8:].unflatten(2, (8, 16))), _half(raw, 0) * scales, table="iq4")
+
+
     """Unpack 8 groups of 32, the fifth bits first: d * sc * q - dmin * m."""
     numbers = _nibbles(raw[:, :, 48:].unflatten(2, (4, 32))).flatten(2, 3)
     return _groups(8, 32, numbers | _bits(raw[:, :, 16:48], 1) << 4, *_k_scales(raw))
@@ -311,6 +324,21 @@ def _q5_k(raw: Tensor) -> Groups:
 def _q6_k(raw: Tensor) -> Groups:
     """Unpack 16 groups of 16, low 4 bits, high 2 bits, signed scales, d: d * sc * (q - 32)."""
     low = _nibbles(raw[:, :, :128].unflatten(2, (2, 64))).reshape(*raw.shape[:2], 8, 32)
+def _q2_k(raw: Tensor) -> Groups:
+    """Unpack 16 groups of 16, scales and minima of 4 bits first: d * sc * q - dmin * m."""
+    numbers = _bits(raw[:, :, 16:80].unflatten(2, (2, 32)), 2)
+    scales, mins = raw[:, :, :16] & 15, raw[:, :, :16] >> 4
+    return _groups(2, 16, numbers, _half(raw, 80) * scales, _half(raw, 82) * mins)
+
+
+def _q3_k(raw: Tensor) -> Groups:
+    """Unpack 16 groups of 16, high bits, low 2 bits, scales of 6 bits, d: d * (sc - 32) * (q - 4)."""
+    low = _bits(raw[:, :, 32:96].unflatten(2, (2, 32)), 2).flatten(2, 3)
+    numbers = low | _bits(raw[:, :, :32], 1) << 2
+    scales = _nibbles(raw[:, :, 96:104]).flatten(2) | _bits(raw[:, :, 104:108], 2).flatten(2) << 4
+    return _groups(4, 16, numbers + (8 - 4), _half(raw, 108) * (scales.float() - 32))
+
+
     high = _bits(raw[:, :, 128:192].unflatten(2, (2, 32)), 2).flatten(2, 3)
     scales = raw[:, :, 192:208].contiguous().view(torch.int8).float()
     return _groups(8, 16, (low | high << 4) + (128 - 32), _half(raw, 208) * scales)
@@ -328,3 +356,7 @@ UNPACK: dict[str, Callable[[Tensor], Groups]] = {
     "Q6_K": _q6_k,
 }
 """Type -> its blocks, [rows, blocks, bytes of a block] uint8, as Groups. All products are exact in float32."""
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,

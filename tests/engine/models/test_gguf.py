@@ -35,6 +35,7 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim
 HELD = {
     "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int8-32", "Q5_1": "int8-32-mins", "Q8_0": "int8-32",
     "Q4_K": "int4-32-mins", "Q5_K": "int8-32-mins", "Q6_K": "int8-16", "MXFP4": "float4-32",
+    "Q2_K": "int2-16-mins", "Q3_K": "int4-16", "IQ4_NL": "iq4-32", "IQ4_XS": "iq4-32",
 }  # fmt: skip
 KERNELS = ["reference"] if shutil.which("g++") is None else ["reference", "cpu"]
 
@@ -54,6 +55,28 @@ def q4_k_m(name: str) -> str:
 def mxfp4(name: str) -> str:
     """The types of a file of the kind MXFP4_MOE."""
     return "MXFP4" if name.endswith("exps.weight") else "Q8_0"
+
+
+def q2_k(name: str) -> str:
+    """The types of a file of the kind Q2_K."""
+    if name == "output.weight":
+        return "Q6_K"
+    return "Q3_K" if "ffn_down" in name or "attn_output" in name else "Q4_K" if "attn_v" in name else "Q2_K"
+
+
+def q3_k_m(name: str) -> str:
+    """The types of a file of the kind Q3_K_M."""
+    if name == "output.weight":
+        return "Q6_K"
+    first = "Q5_K" if name.startswith("blk.0.") else "Q4_K"
+    return first if "attn_v" in name or "ffn_down" in name else "Q4_K" if "attn_output" in name else "Q3_K"
+
+
+def iq4_xs(name: str) -> str:
+    """The types of a file of the kind IQ4_XS, of which a matrix has rows of no multiple of 256."""
+    if name == "output.weight":
+        return "Q6_K"
+    return "Q5_K" if "attn_v" in name else "IQ4_NL" if "attn_output" in name else "IQ4_XS"
 
 
 def mixed(name: str) -> str:
@@ -124,6 +147,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 12.0,
         "query_pre_attn_scalar": 32,
     },
+    "llama-q2_k": {"types": q2_k},
+    "qwen3-q3_k_m": {"kind": "qwen3", "types": q3_k_m},
+    "gemma3-iq4_xs": {"kind": "gemma3", "query_pre_attn_scalar": 32, "types": iq4_xs},
     "mixtral": {"kind": "mixtral", "sliding_window": None},
     "mixtral-window": {"kind": "mixtral", "sliding_window": 13, "types": mixed},
     "qwen2moe": {"kind": "qwen2_moe", "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
@@ -306,6 +332,13 @@ def test_plain_file_may_be_rounded_and_a_packed_one_may_not(origin: Path, tmp_pa
         ({"llama__attention__scale": 0.5}, "llama.attention.scale 0.5 is not supported"),
         ({"llama__attention__causal": False}, "llama.attention.causal false is not supported"),
         (
+    for types, held in (
+        (q2_k, ["int2-16-mins", "int8-16", "int2-16-mins+int4-32-mins", "int2-16-mins"]),
+        (q3_k_m, ["int4-16", "int8-16", "int4-16+int8-32-mins", "int4-16"]),
+        (iq4_xs, ["iq4-32", "int8-16", "iq4-32+int8-32-mins", "iq4-32"]),
+    ):
+        write_model(origin, tmp_path / "x.gguf", types)
+        assert formats(tmp_path / "x.gguf") == held
             {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_ext_factor": 0.5},
             "llama.rope.scaling.yarn_ext_factor other than 1",
         ),

@@ -42,6 +42,10 @@ _HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
 }
 """Bytes of a block where its float16 scale lies, and perhaps its minimum."""
 
@@ -84,7 +88,7 @@ def pack(values: Float, kind: str, seed: int) -> tuple[bytes, Float]:
         raw[:, 0] = rng.integers(125, 129, len(raw))
         raw[:, 0] += np.uint8(round(float(np.log2(values.std() / gguf.dequantize(raw, type_).std()))) % 256)
         return raw.tobytes(), gguf.dequantize(raw, type_).reshape(values.shape)
-    middle = -7.5 if kind == "Q4_1" else -15.5 if kind == "Q5_1" else 15.0 if kind == "Q5_K" else 7.5
+    middle = {"Q2_K": 1.5, "Q4_1": -7.5, "Q5_1": -15.5, "Q5_K": 15.0}.get(kind, 7.5)
     for factor in (1.0, None):
         if factor is None:
             found = gguf.dequantize(raw, type_)

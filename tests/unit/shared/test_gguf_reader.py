@@ -155,7 +155,7 @@ def tensor(name: str, sizes: tuple[int, ...], kind: int, offset: int) -> bytes:
         (tensors(1) + tensor("t", (), 0, 0) + bytes(40), "t has 0 dimensions"),
         (tensors(1) + tensor("t", (2, 0), 0, 0) + bytes(40), r"shape \[2, 0\]"),
         (tensors(1) + tensor("t", (1 << 40,), 0, 0) + bytes(40), "sizes from 1 to"),
-        (tensors(1) + tensor("t", (256,), 10, 0) + bytes(99), "t is of type Q2_K, F32, F16"),
+        (tensors(1) + tensor("t", (256,), 16, 0) + bytes(99), "t is of type IQ2_XXS, F32, F16"),
         (tensors(1) + tensor("t", (256,), 77, 0) + bytes(99), "t is of type 77, F32, F16"),
         (tensors(1) + tensor("t", (33,), 2, 0) + bytes(99), "rows of 33, blocks of Q4_0 hold 32"),
         (tensors(1) + tensor("t", (8,), 0, 8) + bytes(99), "begins at 8, no multiple of 32"),
