@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,8 @@ HEAD_STEP = 16
 """The cpu kernels pad heads to a multiple (kernels/cpu/src/kv.h)."""
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-EXPERTS = (".experts.", "_exps.")  # in the names of experts' matrices, other than a shared one's
+EXPERTS = re.compile(r"\.experts\.|_exps\.|\.ffn_(gate|up|down)\.\d")
+"""In the names of experts' matrices, other than a shared one's."""
 ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
 _GGUF_TABLES = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
 UNROUNDED = (
@@ -73,16 +75,16 @@ class ModelFacts:
     tensors: Mapping[str, tuple[int, ...]]  # shape by name; of dummy weights the matrices
     stored: Stored | None = None  # how the layers' matrices are quantized
     packed_bits: Mapping[str, int] = field(default_factory=dict)  # name -> bits of a weight as the kernels hold it
+    gpu_packed: frozenset[str] = frozenset()  # those of packed_bits that a GPU holds so, too
 
     def held_bytes(self, worker: WorkerSettings) -> int:
-    gpu_packed: frozenset[str] = frozenset()  # those of packed_bits that a GPU holds so, too
         """Return the memory that the weights take with these settings, all ranks of one replica together."""
         bits, total = 8 * _held_item_bytes(self.dtype, worker), 0
         unpacks_experts = _on_gpu(worker)
         for name, shape in self.tensors.items():
             count, is_matrix = math.prod(shape), len(shape) > 1 and not any(part in name for part in UNROUNDED)
             kept = self.stored is not None and _keeps(self.stored, worker)
-            kept = kept and not (unpacks_experts and any(part in name for part in EXPERTS))
+            kept = kept and not (unpacks_experts and EXPERTS.search(name))
             if name in self.packed_bits:
                 is_packed = kept and _packs_gguf(name, name in self.gpu_packed, bits, worker)
                 total += count * (self.packed_bits[name] if is_packed else bits)
