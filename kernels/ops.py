@@ -123,6 +123,10 @@ class Batch:
 
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """E2M1, the floats of 4 bits: sign, two bits of exponent, one of fraction (OCP Microscaling Formats 1.0, 5.3.3)."""
+IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
+"""Numbers of GGUF's IQ4_NL and IQ4_XS (`kvalues_iq4nl` of https://github.com/ggml-org/llama.cpp, ggml-common.h)."""
+TABLES = {"float4": FLOAT4, "iq4": IQ4}
+"""Name -> the numbers that 4 bits choose from, exact in bfloat16 (kernels/cpu/src/formats/groups.h)."""
 
 
 W8A8 = "w8a8"
@@ -133,12 +137,12 @@ W8A8_INPUTS = (2**31 - 1) // (127 * 128)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Some rows of a weight in 4 or 8 bits. Each `group` inputs of an output share a scale, and perhaps a minimum.
+    """Some rows of a weight in 2, 4 or 8 bits. Each `group` inputs of an output share a scale, and perhaps a minimum.
 
     A weight is scale * number - min where there are minima, else scale * (number - 8), or 128 with 8 bits; in float32
     with one rounding. Where there are minima each scale * number is exact, as with scales of at most 24 - bits
-    significant bits, so that a multiply-add rounds like a product and a difference. With `floats` it is
-    scale * FLOAT4[number].
+    significant bits, so that a multiply-add rounds like a product and a difference. With a `table` of 16 numbers it is
+    scale * TABLES[table][number].
 
     With `rounds_rows` (W8A8: 8 bits, a row is one group, no minima) a row x of activations is rounded, too. In float32,
     s = max |x| / 127 and c = x / s, to the nearest integer, ties to even, from -127 to 127. An output is
@@ -152,7 +156,7 @@ class Groups:
     numbers: Tensor  # [rows, inputs] uint8, contiguous, below 2^bits
     scales: Tensor  # [rows, ceil(inputs / group)] float32, contiguous
     mins: Tensor | None = None  # as scales
-    floats: bool = False  # numbers are floats of 4 bits
+    table: str = ""  # of TABLES: numbers of 4 bits choose from it
     rounds_rows: bool = False
 
     @property
@@ -160,16 +164,16 @@ class Groups:
         """Return the name of a format of these bits and groups; a backend may have none (Ops.group_formats)."""
         if self.rounds_rows:
             return W8A8
-        if self.floats:
-            return f"float{self.bits}-{self.group}"
+        if self.table:
+            return f"{self.table}-{self.group}"
         return f"int{self.bits}-{self.group}{'' if self.mins is None else '-mins'}"
 
     def plain(self) -> Tensor:
         """Return the weights, [rows, inputs] float32."""
         inputs = self.numbers.shape[1]
         scales = self.scales.repeat_interleave(self.group, 1)[:, :inputs]
-        if self.floats:
-            return torch.tensor(FLOAT4)[self.numbers.int()] * scales
+        if self.table:
+            return torch.tensor(TABLES[self.table])[self.numbers.int()] * scales
         if self.mins is None:
             return (self.numbers.float() - (1 << self.bits - 1)) * scales
         return self.numbers.float() * scales - self.mins.repeat_interleave(self.group, 1)[:, :inputs]

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import ConfigurationError
 from shared.keys import Keys, model_tag
+from shared.models.gguf.parts import stem_of
 from shared.models.hub import as_hub_name, find_snapshot, gguf_in, is_repository, repository_of
 from shared.models.models_file import ModelEntry, ModelsFile, read_models
 from shared.security.tls import readable
@@ -89,7 +90,7 @@ class CommonSettings(BaseSettings):
         if not self.served_model_name:
             repository = name.repository if name is not None else repository_of(self.model)
             path = self.model.resolve()
-            self.served_model_name = repository or model_tag(path.stem if path.suffix == ".gguf" else path.name)
+            self.served_model_name = repository or model_tag(stem_of(path) if path.suffix == ".gguf" else path.name)
         elif model_tag(self.served_model_name) != self.served_model_name and not is_repository(self.served_model_name):
             raise ValueError(
                 f"served model name {self.served_model_name!r}: only [a-z0-9._-] or ORG/NAME is allowed; "

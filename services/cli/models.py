@@ -22,7 +22,9 @@ Name = Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="a mode
 
 def pull(
     name: Name,
-    file: Annotated[str, typer.Option(help="fetch this one GGUF file instead of the safetensors")] = "",
+    file: Annotated[
+        str, typer.Option(help="fetch this one GGUF file, with all its parts, instead of the safetensors")
+    ] = "",
     json: Json = False,
 ) -> None:
     """Fetch a model from the Hugging Face Hub, or what is missing of it; a run that was cut off goes on where it ended.

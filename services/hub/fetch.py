@@ -37,6 +37,7 @@ from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 from services.hub.progress import Report, size
 from services.hub.store import PARTIAL, Record, pulling
 from shared.errors import ConfigurationError
+from shared.models.gguf.parts import part_names
 from shared.models.hub import HubName, cache_directory, find_snapshot, repository_directory
 from shared.models.model_files import MOST_FILE_BYTES
 from shared.text.tokenizer import tokenizer_json
@@ -82,7 +83,7 @@ class Fetched:
 def pull(
     name: HubName, report: Report, file: str = "", before_weights: Callable[[Path, int], None] | None = None
 ) -> Fetched:
-    """Fetch what is missing of a model, or its one GGUF `file`; return where it is.
+    """Fetch what is missing of a model, or its one GGUF `file`, with all its parts; return where it is.
 
     before_weights: called with the directory of the small files and the bytes of the weights, before any of these are
     fetched; it may raise to end the run. Raise ConfigurationError with the remedy.
@@ -141,7 +142,7 @@ class _Pull:
     def run(self) -> Fetched:
         files = self._listed()
         if self.file:
-            small, large = _small(files), [self._named(files)]
+            small, large = _small(files), self._named(files)
         else:
             self._refuse_without_safetensors(files)
             small, large = _small(files), _likely_weights(files)
@@ -201,16 +202,18 @@ class _Pull:
             )
         return digest
 
-    def _named(self, files: dict[str, RemoteFile]) -> RemoteFile:
-        if self.file not in files:
+    def _named(self, files: dict[str, RemoteFile]) -> list[RemoteFile]:
+        """Return the named file, and the other parts where it is the first of several."""
+        names = part_names(self.file)
+        if missing := [name for name in names if name not in files]:
             there = ", ".join(sorted(name for name in files if name.endswith(".gguf"))) or "none"
-            raise ConfigurationError(f"{self.name}: has no file {self.file}; GGUF files there: {there}")
-        return files[self.file]
+            raise ConfigurationError(f"{self.name}: has no file {missing[0]}; GGUF files there: {there}")
+        return [files[name] for name in names]
 
     def _refuse_without_safetensors(self, files: dict[str, RemoteFile]) -> None:
         if SINGLE in files or INDEX in files:
             return
-        if gguf := sorted(name for name in files if name.endswith(".gguf")):
+        if gguf := sorted(name for name in files if name.endswith(".gguf") and part_names(name)[0] == name):
             raise ConfigurationError(
                 f"{self.name}: has GGUF files only; choose one of {', '.join(gguf[:20])}: "
                 f"`orcinus pull {self.name} --file {gguf[0]}`"

@@ -21,7 +21,7 @@ from services.launcher.model_check import free_memory, memory_problem, model_pro
 from services.launcher.rundir import RunDir
 from services.launcher.up import port_problem
 from shared.errors import ConfigurationError, ModelError
-from shared.models.gguf.reader import is_gguf
+from shared.models.gguf.parts import part_names
 from shared.options import Values, build, without_password
 from shared.plurals import counted
 from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
@@ -216,8 +216,8 @@ def check_model(model: Path, load_format: str) -> Check:
 
 
 def _weights_bytes(model: Path) -> int:
-    files = model.glob("*.safetensors") if model.is_dir() else [model] if is_gguf(model) else []
-    return sum(file.stat().st_size for file in files)
+    files = model.glob("*.safetensors") if model.is_dir() else map(Path, part_names(str(model)))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _output(command: list[str]) -> str:

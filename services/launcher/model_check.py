@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from services.launcher.gpu_facts import device_files, gather_driver, may_use_gpu
 from services.worker.models.config import DecoderConfig, load_config
 from services.worker.models.matrices import shapes, tables
 from services.worker.models.registry import FAMILIES
-from services.worker.models.stored import HELD_BITS, Stored, read_stored, stored_of_gguf
+from services.worker.models.stored import GPU_TYPES, HELD_BITS, Stored, read_stored, stored_of_gguf
 from shared.errors import ModelError
 from shared.models.gguf.config import config_of
 from shared.models.gguf.reader import is_gguf, open_gguf
@@ -41,7 +42,8 @@ HEAD_STEP = 16
 """The cpu kernels pad heads to a multiple (kernels/cpu/src/kv.h)."""
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-EXPERTS = (".experts.", "_exps.")  # in the names of experts' matrices, other than a shared one's
+EXPERTS = re.compile(r"\.experts\.|_exps\.|\.ffn_(gate|up|down)\.\d")
+"""In the names of experts' matrices, other than a shared one's."""
 ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
 _GGUF_TABLES = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
 UNROUNDED = (
@@ -73,6 +75,7 @@ class ModelFacts:
     tensors: Mapping[str, tuple[int, ...]]  # shape by name; of dummy weights the matrices
     stored: Stored | None = None  # how the layers' matrices are quantized
     packed_bits: Mapping[str, int] = field(default_factory=dict)  # name -> bits of a weight as the kernels hold it
+    gpu_packed: frozenset[str] = frozenset()  # those of packed_bits that a GPU holds so, too
 
     def held_bytes(self, worker: WorkerSettings) -> int:
         """Return the memory that the weights take with these settings, all ranks of one replica together."""
@@ -81,9 +84,9 @@ class ModelFacts:
         for name, shape in self.tensors.items():
             count, is_matrix = math.prod(shape), len(shape) > 1 and not any(part in name for part in UNROUNDED)
             kept = self.stored is not None and _keeps(self.stored, worker)
-            kept = kept and not (unpacks_experts and any(part in name for part in EXPERTS))
+            kept = kept and not (unpacks_experts and EXPERTS.search(name))
             if name in self.packed_bits:
-                is_packed = kept and _packs_gguf(name, self.packed_bits[name], bits, worker)
+                is_packed = kept and _packs_gguf(name, name in self.gpu_packed, bits, worker)
                 total += count * (self.packed_bits[name] if is_packed else bits)
             elif self.stored is not None and name.endswith(WORDS):
                 word = 8 if name.endswith("_blocks") else 32
@@ -136,13 +139,11 @@ def _read_gguf(model: Path, load_format: str) -> ModelFacts:
     file = open_gguf(model)
     config = config_of(file)
     read_bounded(model / "tokenizer.json")
-    tensors, packed = {}, {}
-    for tensor in file.tensors.values():
-        name = _GGUF_TABLES.get(tensor.name, tensor.name)
-        tensors[name] = tensor.shape
-        if tensor.type.name in HELD_BITS:
-            packed[name] = HELD_BITS[tensor.type.name]
-    return ModelFacts(_dtype(config), tensors, stored_of_gguf(file), packed)
+    places = {_GGUF_TABLES.get(tensor.name, tensor.name): tensor for tensor in file.tensors.values()}
+    tensors = {name: tensor.shape for name, tensor in places.items()}
+    packed = {name: HELD_BITS[one.type.name] for name, one in places.items() if one.type.name in HELD_BITS}
+    on_gpu = frozenset(name for name, tensor in places.items() if tensor.type.name in GPU_TYPES)
+    return ModelFacts(_dtype(config), tensors, stored_of_gguf(file), packed, on_gpu)
 
 
 def read_config(model: Path) -> dict[str, Any]:
@@ -306,15 +307,16 @@ def _keeps(stored: Stored, worker: WorkerSettings) -> bool:
     if stored.rounds_rows:
         return True
     if _on_gpu(worker):
-        return stored.unit > 0 and stored.bits == 4 and stored.method != "mxfp4" and worker.kernels != "reference"
+        packs = stored.method == "gguf" or (stored.bits == 4 and stored.method != "mxfp4")  # of some tensors, or of all
+        return stored.unit > 0 and packs and worker.kernels != "reference"
     return stored.unit > 0 and worker.kernels in ("auto", "cpu")
 
 
-def _packs_gguf(name: str, packed_bits: int, bits: int, worker: WorkerSettings) -> bool:
+def _packs_gguf(name: str, gpu_packed: bool, bits: int, worker: WorkerSettings) -> bool:
     """Return whether the worker holds a packed matrix of a GGUF file as it is (`models/weights.py`)."""
     is_table = name in _GGUF_TABLES.values()
     if _on_gpu(worker):
-        return packed_bits < 8 and not is_table
+        return gpu_packed and not is_table
     return not is_table or (worker.tp == 1 and (bits == 32 or name == "lm_head.weight"))
 
 

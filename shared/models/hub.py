@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import ModelError
+from shared.models.gguf.parts import is_later_part
 
 MAIN = "main"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
@@ -82,7 +83,10 @@ def find_snapshot(name: HubName) -> Path | None:
 
 
 def gguf_in(directory: Path) -> Path:
-    """Return the GGUF file of a directory that has one, perhaps a folder below, and no safetensors; else itself."""
+    """Return the GGUF file of a directory that has one, perhaps a folder below, and no safetensors; else itself.
+
+    One in several parts is named by the first.
+    """
     if not directory.is_dir() or any(directory.glob("*.safetensors*")):
         return directory
     files = gguf_files(directory)
@@ -90,9 +94,10 @@ def gguf_in(directory: Path) -> Path:
 
 
 def gguf_files(directory: Path) -> list[Path]:
-    """Return the GGUF files of a directory and of the folders in it, by name."""
+    """Return the GGUF files of a directory and of the folders in it, by name; of several parts the first."""
     try:
-        return sorted([*directory.glob("*.gguf"), *directory.glob("*/*.gguf")])
+        files = sorted([*directory.glob("*.gguf"), *directory.glob("*/*.gguf")])
+        return [file for file in files if not is_later_part(file)]
     except OSError:  # a folder in it cannot be read, or was just removed
         return []
 

@@ -33,6 +33,6 @@ template <class... W>
 struct Formats {};
 
 // A format's place is its number in LinearArgs and EmbedArgs; Python asks for the names (orcinus_weight_format).
-typedef Formats<Float32, Bfloat16, Int8, Int4x32, Int4x32Mins, Int4x128, Int4x128Mins, Int8x16, Int8x32, Int8x32Mins,
-                Int8x128, Int8x128Mins, Float4x32, W8A8>
+typedef Formats<Float32, Bfloat16, Int8, Int2x16Mins, Int4x16, Int4x32, Int4x32Mins, Int4x128, Int4x128Mins, Int8x16,
+                Int8x32, Int8x32Mins, Int8x128, Int8x128Mins, Float4x32, Iq4x32, W8A8>
     WeightFormats;

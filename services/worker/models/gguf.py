@@ -2,7 +2,8 @@
 
 llama.cpp stores the rows of q and k of `llama` files so that the two numbers that turn together lie side by side;
 they are read in the order of `kernels.ops`, the halves of a head one after the other. The experts of a layer lie in one
-tensor; each matrix is read under a name of its own. Packed types become `Groups` with ggml's formulas and rounding.
+tensor, in old files each in its own; each matrix is read under a name of its own. Packed types become `Groups` with
+ggml's formulas and rounding.
 Sources, in https://github.com/ggml-org/llama.cpp: ggml-quants.h and convert_hf_to_gguf.py (`LlamaModel.permute`).
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.ops import FLOAT4, Groups
+from kernels.ops import TABLES, Groups
 from services.worker.models.checkpoint import (
     DTYPES,
     FLOATS,
@@ -39,20 +40,22 @@ from shared.models.gguf.reader import open_gguf
 _COMPUTED = ("rope_freqs.weight",)
 _OF_IMAGES = ("v.", "mm.")
 _LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+_OLD_EXPERT = re.compile(r"(blk\.\d{1,5}\.ffn_(?:gate|up|down))\.(0|[1-9]\d{0,3})\.weight")
+"""Of Mixtral before April 2024: a tensor for each expert."""
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _ANY = "*"
 """In place of the number of an expert: the tensor of all of a layer."""
 
 
 class GgufWeights(Source):
-    """The tensors of a file; `read` returns packed ones in float32."""
+    """The tensors of a file, or of all parts of a model; `read` returns packed ones in float32."""
 
     def __init__(self, config: DecoderConfig, model: Path, progress: Progress | None = None) -> None:
         """Read the header. config: of this file, for the names of its tensors. Raise ModelError."""
         self.model = model
         self._progress = progress
         file = open_gguf(model)
-        self._header_bytes = min((place.start for place in file.tensors.values()), default=0)
+        self._header_bytes = file.header_bytes
         self._places: dict[str, Place] = {}
         self._heads: dict[str, int] = {}  # name -> heads, for matrices in llama.cpp's row order
         self._read: set[str] = set()
@@ -74,6 +77,11 @@ class GgufWeights(Source):
                 self._heads[name] = config.heads
             elif is_turned and ".attn_k." in place.name:
                 self._heads[name] = config.kv_heads
+        for name, place in self._places.items():
+            if (stack := self._places.get(_EXPERT.sub(_ANY, name), place)) is not place:
+                raise ModelError(
+                    f"{model}: tensors {place.name} and {stack.name} are both there; convert the model again"
+                )
 
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
@@ -110,15 +118,18 @@ class GgufWeights(Source):
         raw = self._rows(name, first, rows, torch.uint8)
         groups = UNPACK[kind.name](raw.view(rows, -1, kind.size_bytes))
         scales = groups.scales if groups.mins is None else groups.scales + groups.mins
-        finite(self, name, scales, max(FLOAT4) if groups.floats else 1.0)
+        finite(self, name, scales, max(map(abs, TABLES[groups.table])) if groups.table else 1.0)
         return groups
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits over the header, the file's size, and samples of each tensor."""
-        with self.model.open("rb", buffering=0) as file:
-            digest = hashlib.sha256(file.read(self._header_bytes))
-            for place in self._places.values():
-                sample(file.fileno(), place.start, place.size_bytes, digest.update)
+        """Return 16 hex digits over the header and samples of each tensor, of all parts."""
+        digest = hashlib.sha256()
+        for path, header_bytes in self._header_bytes.items():
+            with path.open("rb", buffering=0) as file:
+                digest.update(file.read(header_bytes))
+                for place in self._places.values():
+                    if place.path == path:
+                        sample(file.fileno(), place.start, place.size_bytes, digest.update)
         return digest.hexdigest()[:16]
 
     def unread(self) -> list[str]:
@@ -135,9 +146,9 @@ class GgufWeights(Source):
     def _find(self, name: str) -> Place | None:
         """Return where a tensor lies, an expert's in that of all experts of its layer; None where there is none."""
         match = _EXPERT.search(name)
-        if match is None:
+        if match is None or name in self._places:
             return self._places.get(name)
-        stack, index = self._places.get(f"{name[: match.start()]}{_ANY}{name[match.end() :]}"), int(match[0])
+        stack, index = self._places.get(_EXPERT.sub(_ANY, name)), int(match[0])
         if stack is None or index >= stack.shape[0]:
             return None
         size = stack.size_bytes // stack.shape[0]
@@ -151,7 +162,7 @@ class GgufWeights(Source):
         size = place.shape[0] // heads if heads else 1  # read by whole heads
         start, stop = first // size * size, -(-(first + rows) // size) * size
         found = memory((stop - start, row_bytes // dtype.itemsize), dtype)
-        read_into(found, self.model, name, place.start + start * row_bytes, self._report)
+        read_into(found, place.path, name, place.start + start * row_bytes, self._report)
         self._read.add(place.name)
         if not heads:
             return found
@@ -186,6 +197,10 @@ def _hugging_face_name(name: str, config: DecoderConfig) -> str | None:
     *gate, up = names.gate_up_proj  # one name: one matrix
     if name.endswith(".bias") and bias_kind(name) not in config.biases:
         return None
+    if match := _OLD_EXPERT.fullmatch(name):
+        stack = _hugging_face_name(f"{match[1]}_exps.weight", config)
+        experts = config.mixture.experts if config.mixture is not None else 0
+        return None if stack is None or int(match[2]) >= experts else stack.replace(_ANY, match[2])
     if match := _LAYER.fullmatch(name):
         qkv = names.qkv_proj if len(names.qkv_proj) == 3 else (None, None, None)
         parts = {
@@ -249,10 +264,12 @@ def _fifth_bits(raw: Tensor) -> Tensor:
     return (raw[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(2) << 4
 
 
-def _groups(bits: int, size: int, numbers: Tensor, scales: Tensor, mins: Tensor | None = None) -> Groups:
+def _groups(
+    bits: int, size: int, numbers: Tensor, scales: Tensor, mins: Tensor | None = None, table: str = ""
+) -> Groups:
     """Return Groups of [rows, blocks, ...] of each."""
     least = None if mins is None else mins.flatten(1).contiguous()
-    return Groups(bits, size, numbers.flatten(1).contiguous(), scales.flatten(1).contiguous(), least)
+    return Groups(bits, size, numbers.flatten(1).contiguous(), scales.flatten(1).contiguous(), least, table)
 
 
 def _q4_0(raw: Tensor) -> Groups:
@@ -279,13 +296,24 @@ def _q5_1(raw: Tensor) -> Groups:
 
 def _mxfp4(raw: Tensor) -> Groups:
     """Unpack an exponent, 16 bytes: 2^(e - 127) * FLOAT4[q]. An exponent of 255 is no number."""
-    scales = powers(raw[:, :, :1])
-    return Groups(4, 32, _nibbles(raw[:, :, 1:]).flatten(1).contiguous(), scales.flatten(1).contiguous(), floats=True)
+    return _groups(4, 32, _nibbles(raw[:, :, 1:]), powers(raw[:, :, :1]), table="float4")
 
 
 def _q8_0(raw: Tensor) -> Groups:
     """Unpack d, 32 signed bytes: d * q."""
     return _groups(8, 32, raw[:, :, 2:] ^ 128, _half(raw, 0))
+
+
+def _iq4_nl(raw: Tensor) -> Groups:
+    """Unpack d, 16 bytes: d * IQ4[q]."""
+    return _groups(4, 32, _nibbles(raw[:, :, 2:]), _half(raw, 0), table="iq4")
+
+
+def _iq4_xs(raw: Tensor) -> Groups:
+    """Unpack 8 groups of 32, d, high 2 and low 4 bits of their scales: d * (sc - 32) * IQ4[q]."""
+    low = _nibbles(raw[:, :, 4:8]).mT.flatten(2)
+    scales = (low | _bits(raw[:, :, 2:4], 2).mT.flatten(2) << 4).float() - 32
+    return _groups(4, 32, _nibbles(raw[:, :, 8:].unflatten(2, (8, 16))), _half(raw, 0) * scales, table="iq4")
 
 
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,6 +322,21 @@ def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.cat((low & 63, high & 15 | low >> 2 & 48), -1)
     mins = torch.cat((least & 63, high >> 4 | least >> 2 & 48), -1)
     return _half(raw, 0) * scales, _half(raw, 2) * mins
+
+
+def _q2_k(raw: Tensor) -> Groups:
+    """Unpack 16 groups of 16, scales and minima of 4 bits first: d * sc * q - dmin * m."""
+    numbers = _bits(raw[:, :, 16:80].unflatten(2, (2, 32)), 2)
+    scales, mins = raw[:, :, :16] & 15, raw[:, :, :16] >> 4
+    return _groups(2, 16, numbers, _half(raw, 80) * scales, _half(raw, 82) * mins)
+
+
+def _q3_k(raw: Tensor) -> Groups:
+    """Unpack 16 groups of 16, high bits, low 2 bits, scales of 6 bits, d: d * (sc - 32) * (q - 4)."""
+    low = _bits(raw[:, :, 32:96].unflatten(2, (2, 32)), 2).flatten(2, 3)
+    numbers = low | _bits(raw[:, :, :32], 1) << 2
+    scales = _nibbles(raw[:, :, 96:104]).flatten(2) | _bits(raw[:, :, 104:108], 2).flatten(2) << 4
+    return _groups(4, 16, numbers + (8 - 4), _half(raw, 108) * (scales.float() - 32))
 
 
 def _q4_k(raw: Tensor) -> Groups:
@@ -323,6 +366,10 @@ UNPACK: dict[str, Callable[[Tensor], Groups]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,

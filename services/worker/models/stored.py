@@ -42,6 +42,8 @@ class Stored:
         """Return the largest group of a kernel that the groups can be cut into; 0 where they have to be unpacked."""
         if self.method == "fp8" or self.rounds_rows or not self.in_order:
             return 0
+        if self.method == "gguf":
+            return self.group
         return next((unit for unit in UNITS if self.group % unit == 0), 0)
 
 
@@ -60,10 +62,17 @@ def read_stored(config: Mapping[str, Any], where: str) -> Stored | None:
     return _READERS[method](Fields(given, f"{where}: quantization_config", remedy=REMEDY))
 
 
-HELD_BITS = {
-    "Q4_0": 5, "Q4_1": 6, "Q4_K": 6, "MXFP4": 5, "Q5_0": 9, "Q5_1": 10, "Q5_K": 10, "Q6_K": 10, "Q8_0": 9,
+HELD = {
+    "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True),
+    "Q8_0": (8, 32, False), "Q2_K": (2, 16, True), "Q3_K": (4, 16, False), "Q4_K": (4, 32, True),
+    "Q5_K": (8, 32, True), "Q6_K": (8, 16, False), "IQ4_NL": (4, 32, False), "IQ4_XS": (4, 32, False),
+    "MXFP4": (4, 32, False),
 }  # fmt: skip
+"""Packed types of GGUF -> bits of a number as it is held, inputs that share a scale, whether they have a minimum."""
+HELD_BITS = {name: bits + (64 if mins else 32) // group for name, (bits, group, mins) in HELD.items()}
 """Packed types of GGUF -> bits of a weight as it is held, with its float32 scale and minimum."""
+GPU_TYPES = ("Q4_0", "Q4_1", "Q4_K")
+"""Packed types of GGUF that the CUDA kernels multiply; others are unpacked there."""
 
 
 def stored_of_gguf(file: GgufFile) -> Stored | None:
@@ -74,8 +83,8 @@ def stored_of_gguf(file: GgufFile) -> Stored | None:
             sizes[tensor.type.name] += tensor.size_bytes
     if not any(sizes.values()):
         return None
-    bits = HELD_BITS[max(sizes, key=lambda name: sizes[name])]
-    return Stored("gguf", 4 if bits < 8 else 8, 32, zeros=bits in (6, 10))
+    bits, group, mins = HELD[max(sizes, key=lambda name: sizes[name])]
+    return Stored("gguf", bits, group, zeros=mins)
 
 
 def _compressed_tensors(read: Fields) -> Stored:

@@ -1,7 +1,7 @@
 """GGUF: matrices in the types that the file has, each packed as the `Groups` that its type unpacks to.
 
-Q4_0, Q4_1 and Q4_K stay 4 bits a number, Q5_0, Q5_1, Q5_K, Q6_K and Q8_0 are held in 8, with float32 scales (and
-minima) of 32 inputs, Q6_K's of 16: `models/gguf.py` has the formulas. Numbers and products are the file's, so a
+Numbers are held in 2, 4 or 8 bits, with float32 scales (and minima) of 32 inputs, of 16 in Q2_K, Q3_K and Q6_K: `HELD`
+of `models/stored.py` lists them, `models/gguf.py` has the formulas. Numbers and products are the file's, so a
 multiplication in float32 has the bits of the unpacked weights.
 """
 

@@ -51,7 +51,7 @@ class Mxfp4(StoredMethod):
                 scales = finite(source, f"{matrix.name}_scales", powers(exponents[at]), LARGEST)
                 if columns.start % GROUP == 0:
                     cut = numbers[:, columns.start : columns.stop].contiguous()
-                    yield Groups(4, GROUP, cut, scales[:, some].contiguous(), floats=True)
+                    yield Groups(4, GROUP, cut, scales[:, some].contiguous(), table="float4")
                 else:
-                    whole = Groups(4, GROUP, numbers, scales, floats=True).plain()
+                    whole = Groups(4, GROUP, numbers, scales, table="float4").plain()
                     yield as_piece(whole[:, columns.start : columns.stop], dtype)

@@ -1,7 +1,8 @@
 """Read the header of a GGUF file within bounds: metadata and the places of tensors, each checked against the file.
 
-An own reader, as files come from strangers: that of the `gguf` package loops over counts of the file unchecked, and
-brings three packages along.
+A model may lie in several files, as llama.cpp's gguf-split writes them: the first has the metadata, each has tensors.
+`open_gguf` of the first one is the whole model. An own reader, as files come from strangers: that of the `gguf` package
+loops over counts of the file unchecked, and brings three packages along.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from shared.errors import ModelError
+from shared.models.gguf.parts import MOST_PARTS, part_names, part_number
 
 VERSIONS = (2, 3)
 MOST_KEYS = 4096
@@ -52,18 +54,21 @@ BLOCK_TYPES = {
     6: BlockType("Q5_0", 32, 22),
     7: BlockType("Q5_1", 32, 24),
     8: BlockType("Q8_0", 32, 34),
+    10: BlockType("Q2_K", 256, 84),
+    11: BlockType("Q3_K", 256, 110),
     12: BlockType("Q4_K", 256, 144),
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
+    20: BlockType("IQ4_NL", 32, 18),
+    23: BlockType("IQ4_XS", 256, 136),
     30: BlockType("BF16", 1, 2),
     39: BlockType("MXFP4", 32, 17),
 }
 """Number of a type in the file -> the types that are read."""
 FLOATS = ("F32", "F16", "BF16")
 _OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
 }  # fmt: skip
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Number of a type of values -> its letter for `struct`."""
@@ -77,7 +82,8 @@ class Tensor:
     name: str
     type: BlockType
     shape: tuple[int, ...]
-    start: int  # byte of the file
+    path: Path
+    start: int  # byte of that file
 
     @property
     def size_bytes(self) -> int:
@@ -95,17 +101,63 @@ class _Array:
 
 
 class GgufFile:
-    """The header of a file. All methods raise ModelError naming key, value and remedy."""
+    """The header of a file, or of all parts of a model. All methods raise ModelError naming key, value and remedy."""
 
     def __init__(self, path: Path, file: int, size_bytes: int) -> None:
-        """Read the header of an open file, `size_bytes` long."""
+        """Read the header of an open file, `size_bytes` long, which may be a part."""
         self.path = path
-        self.size_bytes = size_bytes
         with mmap.mmap(file, size_bytes, prot=mmap.PROT_READ) as data:
-            header = _Header(data)
+            header = _Header(path, data)
             self._values, self.tensors = header.metadata, header.tensors
-        if (parts := self.integer("split.count", 1, least=0)) > 1:
-            raise ModelError(f"{path}: one of {parts} parts; join them with `llama-gguf-split --merge`")
+        self.header_bytes = {path: header.size_bytes}
+        """File -> bytes of its header."""
+
+    def part_paths(self) -> list[Path]:
+        """Return the files of the model, this one first. Raise ModelError where it is not the first of its parts."""
+        count = self.integer("split.count", 1, most=MOST_PARTS)
+        if count <= 1:
+            return [self.path]
+        number, named = part_number(self.path.name) or (0, 0)
+        if named != count or not 1 <= number <= count:
+            raise ModelError(
+                f"{self.path}: one of {count} parts, and its name does not end in -00001-of-{count:05}.gguf; give the "
+                "parts the names that they were made with"
+            )
+        paths = [self.path.with_name(name) for name in part_names(self.path.name)]
+        if number != 1:
+            raise ModelError(f"{self.path}: part {number} of {count}; give the first one, {paths[0].name}")
+        return paths
+
+    def join(self, parts: Iterable[GgufFile]) -> None:
+        """Add the tensors of the other parts. Raise ModelError for those that are not of the same model."""
+        count, total = len(self.part_paths()), self.integer("split.tensors.count", most=MOST_TENSORS)
+        self._check_part(self, 0, count, total)
+        for number, part in enumerate(parts, 1):
+            self._check_part(part, number, count, total)
+            self.tensors |= part.tensors
+            self.header_bytes |= part.header_bytes
+        if len(self.tensors) != total:
+            raise ModelError(
+                f"{self.path}: {len(self.tensors)} tensors in {count} parts, split.tensors.count is {total}; fetch all "
+                "parts again, from one place"
+            )
+
+    def _check_part(self, part: GgufFile, number: int, count: int, total: int) -> None:
+        """Raise ModelError for a part that is not this one of `count` that have `total` tensors together."""
+        again = "fetch all parts again, from one place"
+        for key, wanted in (("split.no", number), ("split.count", count), ("split.tensors.count", total)):
+            if (value := part.integer(key)) != wanted:
+                raise ModelError(
+                    f"{part.path}: {key} is {value}, expected {wanted} in part {number + 1} of {count}; {again}"
+                )
+        for key in ("general.architecture", "general.name"):  # which parts behind the first one need not have
+            if key in part and part.text(key) != self.text(key, ""):
+                raise ModelError(f"{part.path}: {key} differs from that of {self.path.name}; {again}")
+        for name in part.tensors if number else ():
+            if (other := self.tensors.get(name)) is not None:
+                raise ModelError(f"{part.path}: tensor {_short(name)} is in {other.path.name}, too; {again}")
+        if len(self.tensors) + (len(part.tensors) if number else 0) > total:
+            raise ModelError(f"{part.path}: more than the {total} tensors of split.tensors.count; {again}")
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -163,7 +215,7 @@ class GgufFile:
                 f"{self.path}: tensor {_short(name)} is {tensor.type.name} {list(tensor.shape)}, expected F32 "
                 f"[{count}]; convert the model again"
             )
-        with self.path.open("rb") as file:
+        with tensor.path.open("rb") as file:
             file.seek(tensor.start)
             return [float(number) for number in np.frombuffer(file.read(tensor.size_bytes), "<f4", count)]
 
@@ -199,7 +251,25 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Return the header of a file. Raise ModelError for whatever the format or the bounds do not allow."""
+    """Return the header of a file, or of the model that it is the first part of.
+
+    Raise ModelError for whatever the format or the bounds do not allow, and for parts that do not belong together.
+    """
+    first = _read(_version(path))
+    paths = first.part_paths()
+    if len(paths) == 1:
+        return first
+    for number, part in enumerate(paths, 1):
+        if not part.exists():
+            raise ModelError(f"{part}: part {number} of {len(paths)} is missing; fetch it into the same directory")
+    return _joined(tuple(_version(part) for part in paths))
+
+
+_Version = tuple[Path, int, int]
+"""A file as it is now: its time of modification in ns, its bytes."""
+
+
+def _version(path: Path) -> _Version:
     try:
         # O_NONBLOCK: to open a FIFO would wait for its writer.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -207,7 +277,7 @@ def open_gguf(path: Path) -> GgufFile:
             facts = os.fstat(file)
             if not stat.S_ISREG(facts.st_mode):
                 raise ModelError(f"{path}: not a regular file; give the file of the model")
-            return _read(path, facts.st_mtime_ns, facts.st_size)
+            return path, facts.st_mtime_ns, facts.st_size
         finally:
             os.close(file)
     except OSError as error:
@@ -215,8 +285,22 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, _: int, size_bytes: int) -> GgufFile:
+def _joined(parts: tuple[_Version, ...]) -> GgufFile:
+    """Read the headers of all parts once as long as the files are the same ones."""
+    headers = (_read_header(path, size_bytes) for path, _, size_bytes in parts)  # one at a time
+    first = next(headers)
+    first.join(headers)
+    return first
+
+
+@lru_cache(maxsize=4)
+def _read(version: _Version) -> GgufFile:
     """Read the header once as long as the file is the same one."""
+    path, _, size_bytes = version
+    return _read_header(path, size_bytes)
+
+
+def _read_header(path: Path, size_bytes: int) -> GgufFile:
     try:
         with path.open("rb") as file:
             if size_bytes < 24 or file.read(4) != b"GGUF":
@@ -224,12 +308,14 @@ def _read(path: Path, _: int, size_bytes: int) -> GgufFile:
             return GgufFile(path, file.fileno(), size_bytes)
     except (ValueError, struct.error) as error:
         raise ModelError(f"{path}: {error}; fetch or convert it again") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}; check its permissions") from error
 
 
 class _Header:
     """Walk through the header; every count and length is compared with the bytes that are left before it is used."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
         """Raise ValueError with the problem."""
         self._data = data
         self._at = 4
@@ -252,14 +338,14 @@ class _Header:
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
             raise ValueError(f"general.alignment is {_short(alignment)}, expected a power of two")
-        begin = -(-self._at // alignment) * alignment
+        self.size_bytes = begin = -(-self._at // alignment) * alignment
         self.tensors: dict[str, Tensor] = {}
         for name, type_, shape, offset in infos:
             if name in self.tensors:
                 raise ValueError(f"tensor {_short(name)} is there twice")
             if offset % alignment:
                 raise ValueError(f"tensor {_short(name)} begins at {offset}, no multiple of {alignment}")
-            self.tensors[name] = tensor = Tensor(name, type_, shape, begin + offset)
+            self.tensors[name] = tensor = Tensor(name, type_, shape, path, begin + offset)
             if tensor.start + tensor.size_bytes > len(data):
                 raise ValueError(
                     f"tensor {_short(name)} ends at byte {tensor.start + tensor.size_bytes} of {len(data)}: cut off"
@@ -275,6 +361,8 @@ class _Header:
 
     def _tensor(self) -> tuple[str, BlockType, tuple[int, ...], int]:
         name = self._string("the name of a tensor", MOST_KEY_BYTES)
+        if not name.isprintable():  # errors quote it
+            raise ValueError(f"tensor {_short(name)} has a name that cannot be printed")
         dimensions = self._number("I", f"tensor {_short(name)}")
         if not 1 <= dimensions <= 4:
             raise ValueError(f"tensor {_short(name)} has {dimensions} dimensions, from 1 to 4 are read")

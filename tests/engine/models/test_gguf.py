@@ -23,11 +23,11 @@ from services.worker.models.gguf import UNPACK, GgufWeights
 from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix
 from shared.errors import ConfigurationError, ModelError
-from shared.models.gguf.reader import BLOCK_TYPES
+from shared.models.gguf.reader import BLOCK_TYPES, open_gguf
 from tests.engine.driver import assert_tokens, generated, make_engine
 from tests.engine.models.test_quantized_checkpoints import plain
 from tests.engine.test_tokens import all_logits, close
-from tests.support.checkpoints.gguf import write_file, write_model
+from tests.support.checkpoints.gguf import write_file, write_model, write_parts
 from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.compiler import demand_compiler, needs_compiler
 
@@ -35,6 +35,7 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim
 HELD = {
     "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int8-32", "Q5_1": "int8-32-mins", "Q8_0": "int8-32",
     "Q4_K": "int4-32-mins", "Q5_K": "int8-32-mins", "Q6_K": "int8-16", "MXFP4": "float4-32",
+    "Q2_K": "int2-16-mins", "Q3_K": "int4-16", "IQ4_NL": "iq4-32", "IQ4_XS": "iq4-32",
 }  # fmt: skip
 KERNELS = ["reference"] if shutil.which("g++") is None else ["reference", "cpu"]
 
@@ -54,6 +55,28 @@ def q4_k_m(name: str) -> str:
 def mxfp4(name: str) -> str:
     """The types of a file of the kind MXFP4_MOE."""
     return "MXFP4" if name.endswith("exps.weight") else "Q8_0"
+
+
+def q2_k(name: str) -> str:
+    """The types of a file of the kind Q2_K."""
+    if name == "output.weight":
+        return "Q6_K"
+    return "Q3_K" if "ffn_down" in name or "attn_output" in name else "Q4_K" if "attn_v" in name else "Q2_K"
+
+
+def q3_k_m(name: str) -> str:
+    """The types of a file of the kind Q3_K_M."""
+    if name == "output.weight":
+        return "Q6_K"
+    first = "Q5_K" if name.startswith("blk.0.") else "Q4_K"
+    return first if "attn_v" in name or "ffn_down" in name else "Q4_K" if "attn_output" in name else "Q3_K"
+
+
+def iq4_xs(name: str) -> str:
+    """The types of a file of the kind IQ4_XS; IQ4_NL is for rows of no multiple of 256, here for one matrix."""
+    if name == "output.weight":
+        return "Q6_K"
+    return "Q5_K" if "attn_v" in name else "IQ4_NL" if "attn_output" in name else "IQ4_XS"
 
 
 def mixed(name: str) -> str:
@@ -124,7 +147,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 12.0,
         "query_pre_attn_scalar": 32,
     },
+    "llama-q2_k": {"types": q2_k},
+    "qwen3-q3_k_m": {"kind": "qwen3", "types": q3_k_m},
+    "gemma3-iq4_xs": {"kind": "gemma3", "query_pre_attn_scalar": 32, "types": iq4_xs},
     "mixtral": {"kind": "mixtral", "sliding_window": None},
+    "mixtral-iq4_xs": {"kind": "mixtral", "sliding_window": None, "types": iq4_xs},
+    "mixtral-q3_k_m-of-old": {"kind": "mixtral", "sliding_window": None, "types": q3_k_m, "stacks": False},
     "mixtral-window": {"kind": "mixtral", "sliding_window": 13, "types": mixed},
     "qwen2moe": {"kind": "qwen2_moe", "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
     "qwen3moe": {"kind": "qwen3_moe", "moe_intermediate_size": 256, "norm_topk_prob": True},
@@ -148,10 +176,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
     fields = {**SIZES, **FAMILIES[name]}
-    types, metadata = fields.pop("types", q4_k_m), fields.pop("metadata", {})
+    types, stacks = fields.pop("types", q4_k_m), fields.pop("stacks", True)
     make_llama(tmp_path / "plain", seed=11, requests=1, output_tokens=1, **fields)
     model, meant = tmp_path / "x.gguf", tmp_path / "meant"
-    write_model(tmp_path / "plain", model, types, meant, **metadata)
+    write_model(tmp_path / "plain", model, types, meant, stacks=stacks)
     reference, prompt = Reference(meant), random_prompts(1, (40, 40), 3)[0]
     close(all_logits(make_engine(model, kernels="reference", block_size=16), prompt), reference.logits(prompt))
     assert_tokens(reference, model, *KERNELS, count=2, new_tokens=64)
@@ -196,6 +224,76 @@ def test_experts_are_cut_out_of_their_stack_to_the_bit(
     assert f"model.layers.1.mlp.experts.{len(meant)}.up_proj.weight" not in source
 
 
+@pytest.mark.parametrize("kind", ["F16", "Q3_K", "IQ4_XS"])
+def test_old_experts_are_those_of_a_stack_to_the_bit(tmp_path: Path, kind: str) -> None:
+    sizes = {**SIZES, "intermediate_size": 256, "num_local_experts": 12}
+    make_llama(tmp_path / "plain", seed=11, requests=1, output_tokens=1, kind="mixtral", **sizes)
+    sources = []
+    for name in ("stacks", "old"):
+        write_model(tmp_path / "plain", tmp_path / f"{name}.gguf", lambda _: kind, stacks=name == "stacks")
+        sources.append(GgufWeights(load_config(tmp_path / f"{name}.gguf"), tmp_path / f"{name}.gguf"))
+    stored = open_gguf(tmp_path / "old.gguf").tensors
+    assert "blk.1.ffn_up.11.weight" in stored and not any("_exps" in name for name in stored)
+    names = [f"model.layers.1.block_sparse_moe.experts.{at}.w{part}.weight" for at in range(12) for part in (1, 2, 3)]
+    for name in names:
+        stack, old = (source.take(name, (256, 256), torch.float32) for source in sources)
+        assert torch.equal(stack, old), name
+    assert len({source.take(names[0], (256, 256), torch.float32).sum().item() for source in sources}) == 1
+    assert [names[0].replace(".0.", ".12.") in source for source in sources] == [False, False]
+    assert not any(name in sources[1].unread() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "said"),
+    [
+        ({"llama__expert_count": 3}, {}, r"tensor blk.0.ffn_\w+.3.weight is not supported for MixtralForCausalLM"),
+        ({}, {"blk.1.ffn_up.3.weight": None}, "layers.1.block_sparse_moe.experts.3.w3.weight is missing"),
+        ({}, {"blk.1.ffn_up.3.weight": np.ones((256, 128), np.float32)}, r"shape \[256, 128\], its metadata says"),
+        ({}, {"blk.1.ffn_up.06.weight": np.ones((256, 256), np.float32)}, "blk.1.ffn_up.06.weight is not supported"),
+        (
+            {},
+            {"blk.1.ffn_up_exps.weight": np.ones((4, 256, 256), np.float32)},
+            "blk.1.ffn_up.0.weight and blk.1.ffn_up_exps.weight are both there; convert the model again",
+        ),
+    ],
+)
+def test_what_is_wrong_with_old_experts_is_named(
+    tmp_path: Path, changes: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    sizes = {**SIZES, "intermediate_size": 256}
+    make_llama(tmp_path / "plain", seed=11, requests=1, output_tokens=1, kind="mixtral", **sizes)
+    write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda _: "Q4_0", more=more, stacks=False, **changes)
+    with pytest.raises(ModelError, match=said):
+        make_engine(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize("first_has_tensors", [True, False])
+def test_model_in_parts_is_that_in_one_file(origin: Path, tmp_path: Path, first_has_tensors: bool) -> None:
+    write_model(origin, tmp_path / "x.gguf", q3_k_m, tmp_path / "meant", more={"rope_freqs.weight": np.ones(16, "f4")})
+    parts = write_parts(tmp_path / "x.gguf", tmp_path / "x", 7, first_has_tensors)
+    assert len(parts) >= 3 and parts[0].name.startswith("x-00001-of-0000")
+    assert bool(GGUFReader(parts[0]).tensors) == first_has_tensors
+    weights = GgufWeights(load_config(parts[0]), parts[0])
+    for name, weight in load_file(tmp_path / "meant" / "model.safetensors").items():
+        assert torch.equal(weights.take(name, tuple(weight.shape), torch.float32), weight), name
+    assert not weights.unread()
+    assert_tokens(Reference(tmp_path / "meant"), parts[0], *KERNELS)
+
+    def fingerprint() -> str:
+        return GgufWeights(load_config(parts[0]), parts[0]).fingerprint()
+
+    before = fingerprint()
+    assert before == fingerprint()
+    for part in parts:  # the last number of a tensor, or of the metadata where there is none
+        data = bytearray(part.read_bytes())
+        end = max((one.data_offset + one.n_bytes for one in GGUFReader(part).tensors), default=len(data))
+        data[end - 1] ^= 1
+        if end < len(data) or GGUFReader(part).tensors:
+            part.write_bytes(data)
+            assert fingerprint() != before
+            before = fingerprint()
+
+
 @pytest.mark.parametrize(("name", "layers", "divisor"), [("gemma2", 46, 16), ("gemma2", 26, 32), ("gemma3", 62, 16)])
 def test_scores_of_gemmas_27b_models_are_divided_by_another_root(
     tmp_path: Path, name: str, layers: int, divisor: int
@@ -234,6 +332,13 @@ def test_types_of_a_file_are_held_as_groups_where_kernels_have_them(origin: Path
     layers = ["int4-32-mins+int8-16", "int4-32-mins"]
     assert formats(tmp_path / "x.gguf") == ["int4-32-mins", "int8-16", *layers]
     assert formats(tmp_path / "x.gguf", dtype="bfloat16") == ["plain", "int8-16", *layers]
+    for types, held in (
+        (q2_k, ["int2-16-mins", "int8-16", "int2-16-mins+int4-32-mins", "int2-16-mins"]),
+        (q3_k_m, ["int4-16", "int8-16", "int4-16+int8-32-mins", "int4-16"]),
+        (iq4_xs, ["iq4-32", "int8-16", "iq4-32+int8-32-mins", "iq4-32"]),
+    ):
+        write_model(origin, tmp_path / "x.gguf", types)
+        assert formats(tmp_path / "x.gguf") == held
     make_llama(tmp_path / "tied", seed=5, requests=1, output_tokens=1, tie_word_embeddings=True, **SIZES)
     write_model(tmp_path / "tied", tmp_path / "tied.gguf", q4_k_m)
     assert formats(tmp_path / "tied.gguf") == ["int4-32-mins", "int4-32-mins", *layers]

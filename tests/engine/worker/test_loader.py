@@ -139,7 +139,8 @@ def test_peak_memory_of_w8a8_is_little_above_the_weights(tmp_path: Path) -> None
     assert_peak(tmp_path, "bfloat16", "cpu", (1, 1, 0), bytes_held)
 
 
-def test_peak_memory_of_experts_in_one_tensor_is_little_above_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", ["Q4_K", "IQ4_XS"])
+def test_peak_memory_of_experts_in_one_tensor_is_little_above_them(tmp_path: Path, held: str) -> None:
     """Unpacked, one tensor would take as much as all of them do packed."""
     demand_compiler()
     layers, experts, size = 6, 48, 512
@@ -158,7 +159,7 @@ def test_peak_memory_of_experts_in_one_tensor_is_little_above_them(tmp_path: Pat
             add(layer + part, "F32", size // 8)
         add(f"{layer}ffn_gate_inp", "F32", experts, size)
         for part in ("gate", "up", "down"):
-            add(f"{layer}ffn_{part}_exps", "Q4_K", experts, size, size)
+            add(f"{layer}ffn_{part}_exps", held, experts, size, size)
     add("token_embd", "Q4_K", 32, size)
     add("output_norm", "F32", size)
     sizes = {
@@ -168,8 +169,8 @@ def test_peak_memory_of_experts_in_one_tensor_is_little_above_them(tmp_path: Pat
     }  # fmt: skip
     vocabulary = {"general.architecture": "qwen3moe", "tokenizer.ggml.tokens": ["a"]}
     write_file(tmp_path / "x.gguf", {**vocabulary, **{f"qwen3moe.{key}": sizes[key] for key in sizes}}, tensors)
-    packed = sum(math.prod(shape) for kind, shape, _ in tensors.values() if kind == "Q4_K")
-    assert_peak(tmp_path / "x.gguf", "float32", "cpu", (1, 1, 0), packed * HELD_BITS["Q4_K"] // 8)
+    packed = sum(math.prod(shape) * HELD_BITS[kind] for kind, shape, _ in tensors.values() if kind in HELD_BITS)
+    assert_peak(tmp_path / "x.gguf", "float32", "cpu", (1, 1, 0), packed // 8)
 
 
 def assert_peak(model: Path, held: str, kernels: str, parallel: tuple[int, int, int], bytes_held: int) -> None:

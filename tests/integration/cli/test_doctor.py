@@ -153,6 +153,12 @@ def test_gpu_is_needed_only_when_the_device_is_cuda(tmp_path: Path, monkeypatch:
     with (tmp_path / "model.safetensors").open("wb") as weights:
         weights.truncate(1 << 38)  # sparse
     assert {check.name: check.status for check in doctor.check_gpu("cuda", tmp_path)}["gpu mem"] == "fail"
+    first = tmp_path / "x-00001-of-00002.gguf"  # small beside the other part
+    for part in (first, tmp_path / "x-00002-of-00002.gguf"):
+        assert {check.name: check.status for check in doctor.check_gpu("cuda", first)}["gpu mem"] == "ok"
+        with part.open("wb") as weights:
+            weights.truncate(1 << 20 if part == first else 1 << 38)
+    assert {check.name: check.status for check in doctor.check_gpu("cuda", first)}["gpu mem"] == "fail"
 
 
 def test_stored_and_random_weights_must_fit_in_memory(tmp_path: Path) -> None:

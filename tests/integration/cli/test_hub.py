@@ -25,7 +25,7 @@ from services.launcher.model_check import ModelFacts, expected_bytes, model_prob
 from services.worker.models.stored import Stored
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, WorkerSettings
-from tests.support.checkpoints.gguf import write_file, write_model
+from tests.support.checkpoints.gguf import write_file, write_model, write_parts
 from tests.support.launcher import ROOT, clean_env
 from tests.support.stand_ins.hub import StandInHub
 
@@ -291,6 +291,35 @@ def test_gguf_file_is_served_by_the_name_of_its_repository_or_its_path(machine: 
     assert CommonSettings(model=tmp_path / "x.gguf").served_model_name == "x"
 
 
+def test_gguf_model_in_parts_is_fetched_and_served_by_its_first(machine: Machine, tmp_path: Path) -> None:
+    from tests.support.checkpoints.models import make_llama  # most processes of a run need no transformers
+
+    make_llama(tmp_path / "plain", requests=1, output_tokens=1, hidden_size=256, intermediate_size=256)
+    write_model(tmp_path / "plain", tmp_path / "whole.gguf", lambda _: "Q3_K")
+    (tmp_path / "parts").mkdir()
+    parts = write_parts(tmp_path / "whole.gguf", tmp_path / "parts" / "tiny", 8)
+    assert len(parts) >= 3
+    data = {f"q3/{part.name}": part.read_bytes() for part in parts}
+    machine.hub.add("acme/gguf", {"README.md": b"# Tiny", **data})
+    first = f"q3/{parts[0].name}"
+    assert f"choose one of {first}: `orcinus pull acme/gguf --file {first}`" in machine.run("pull", "acme/gguf", code=2)
+    assert "serve it with `make run MODEL=acme/gguf`" in machine.run("pull", "acme/gguf", "--file", first)
+    with patch.object(constants, "HF_HUB_CACHE", str(machine.home / "hub")):
+        settings = CommonSettings(model=Path("acme/gguf"))
+    assert (settings.model.name, settings.served_model_name) == (parts[0].name, "acme/gguf")
+    assert {path.name for path in settings.model.parent.iterdir()} == {part.name for part in parts}
+    assert model_problem(settings.model, "auto") == ""
+    assert read_model(settings.model).tensors == read_model(tmp_path / "whole.gguf").tensors
+    assert CommonSettings(model=parts[0]).served_model_name == "tiny"
+    later = settings.model.with_name(parts[1].name)
+    assert f"part 2 of {len(parts)}; give the first one, {parts[0].name}" in model_problem(later, "auto")
+    later.unlink()
+    assert f"{later}: part 2 of {len(parts)} is missing" in machine.run("up", "--model", str(settings.model), code=2)
+    machine.hub.add("acme/torn", {"README.md": b"# Tiny", **{name: data[name] for name in list(data)[:-1]}})
+    said = machine.run("pull", "acme/torn", "--file", first, code=2)
+    assert f"has no file q3/{parts[-1].name}; GGUF files there: {first}, " in said
+
+
 def test_pull_waits_after_429_until_it_gives_up(machine: Machine) -> None:
     machine.hub.trouble.too_many = 2
     assert "the Hub answers 429 for its files; trying again in 0 s" in machine.run("pull", NAME)
@@ -537,6 +566,8 @@ def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Pat
         "blk.0.ffn_up.weight": ("F16", (2, 32), bytes(128)),
         "blk.0.ffn_gate_inp.weight": ("F32", (2, 32), bytes(256)),
         "blk.0.ffn_up_exps.weight": ("MXFP4", (2, 2, 32), bytes(4 * 17)),
+        "blk.0.ffn_up.0.weight": ("Q4_K", (2, 256), bytes(2 * 144)),
+        "blk.0.attn_k.weight": ("Q3_K", (1, 256), bytes(110)),
     }
     vocabulary = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a"]}
     sizes = dict.fromkeys(("context_length", "embedding_length", "block_count", "feed_forward_length"), 32)
@@ -545,12 +576,13 @@ def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Pat
         "general.architecture": "llama", **numbers, "llama.attention.layer_norm_rms_epsilon": 1e-5, **vocabulary,
     }  # fmt: skip
     write_file(tmp_path / "x.gguf", metadata, {**tables, **layers})
-    facts, packed, experts = read_model(tmp_path / "x.gguf"), 512 * 6 // 8, 128 * 5 // 8
+    facts, packed, experts = read_model(tmp_path / "x.gguf"), 512 * 6 // 8, 128 * 5 // 8 + (512 + 256) * 6 // 8
     assert facts.held_bytes(WorkerSettings(device="cpu")) == packed + experts + 128 * 4 + 256 * 9 // 8
     assert facts.held_bytes(WorkerSettings(device="cpu", dtype="bfloat16")) == packed + experts + 256 * 2 + 128 * 9 // 8
     assert facts.held_bytes(WorkerSettings(device="cpu", tp=2)) == packed + experts + 384 * 4
-    assert facts.held_bytes(WorkerSettings(device="cpu", kernels="reference")) == (512 + 384 + 128) * 4
-    assert facts.held_bytes(WorkerSettings(device="cuda")) == packed + (384 + 128) * 2  # tables and experts unpacked
+    assert facts.held_bytes(WorkerSettings(device="cpu", kernels="reference")) == (512 + 384 + 128 + 768) * 4
+    unpacked = 384 + 128 + 768  # tables, experts, and a type without kernels
+    assert facts.held_bytes(WorkerSettings(device="cuda")) == packed + unpacked * 2
 
 
 @pytest.mark.parametrize(

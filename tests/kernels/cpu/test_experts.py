@@ -42,7 +42,7 @@ def int4(ops: CpuOps, weight: Tensor, dtype: torch.dtype) -> Any:
 
 def float4(ops: CpuOps, weight: Tensor, dtype: torch.dtype) -> Any:
     numbers = (weight * 20).round().clamp(-7, 7).remainder(16).to(torch.uint8)
-    part = Groups(4, 32, numbers, torch.full((len(weight), weight.shape[1] // 32), 0.125), floats=True)
+    part = Groups(4, 32, numbers, torch.full((len(weight), weight.shape[1] // 32), 0.125), table="float4")
     return ops.pack_groups([part], *weight.shape, weight[:, 1].clone())
 
 

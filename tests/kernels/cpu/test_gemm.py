@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf.quants import IQ4_NL
 from numpy.typing import NDArray
 
 from kernels.cpu.commands import BFLOAT16, FLOAT32, EmbedArgs, LinearArgs, Step, command
 from kernels.cpu.library import Library
-from kernels.ops import W8A8_INPUTS, Groups
+from kernels.ops import TABLES, W8A8_INPUTS, Groups
 from tests.kernels import cpu_variants
 from tests.kernels.sequences import HARD_VECTORS
 from tests.support.checkpoints.w8a8 import product
@@ -32,8 +33,8 @@ KINDS = (
 )
 KIND_NAMES = [f"{weights}-{('f32', 'bf16')[x]}-{('f32', 'bf16')[out]}" for weights, x, out in KINDS]
 GROUPS = [(bits, group, kind) for bits in (4, 8) for group in (32, 128) for kind in ("plain", "mins")]
-GROUPS += [(8, 16, "plain"), (4, 32, "floats")]
-"""Bits, inputs of a group, whether there are minima or the numbers are floats."""
+GROUPS += [(2, 16, "mins"), (4, 16, "plain"), (8, 16, "plain"), (4, 32, "float4"), (4, 32, "iq4")]
+"""Bits, inputs of a group, whether there are minima or a table of numbers."""
 SHAPES = ((1, 1), (31, 7), (33, 64), (129, 65), (96, 1024), (40, 2048), (200, 1111))
 """Outputs, inputs. Rows of 1024 float32 or 2048 bfloat16 are the distance that caches dislike."""
 ROWS = (1, 2, 3, 4, 6, 7, 13, 14, 15, 29)
@@ -155,7 +156,7 @@ def groups(rng: np.random.Generator, kind: tuple[int, int, str], size: tuple[int
     numbers = torch.from_numpy(rng.integers(0, 1 << bits, size, np.uint8))
     scales = torch.from_numpy(rng.standard_normal((outputs, -(-inputs // group)), np.float32)).half().float()
     mins = scales * torch.from_numpy(rng.integers(0, 64, scales.shape).astype(np.float32)) if what == "mins" else None
-    return Groups(bits, group, numbers, scales, mins, floats=what == "floats")
+    return Groups(bits, group, numbers, scales, mins, table=what if what in TABLES else "")
 
 
 def w8a8(rng: np.random.Generator, size: tuple[int, int]) -> Groups:
@@ -171,7 +172,10 @@ def exact(part: Groups) -> NDArray[np.float64]:
         np.repeat(x, part.group, 1)[:, : numbers.shape[1]]
         for x in (scales, *(() if part.mins is None else (part.mins.double().numpy(),)))
     ]
-    if part.floats:  # sign, two bits of exponent, one of fraction
+    if part.table == "iq4":
+        meant = np.array(IQ4_NL.kvalues, np.float64)[numbers.astype(int)]
+        return (meant * spread[0]).astype(np.float32).astype(np.float64)
+    if part.table:  # sign, two bits of exponent, one of fraction
         sign, power, half = numbers.astype(int) >> 3, numbers.astype(int) >> 1 & 3, numbers % 2 / 2
         numbers = np.where(power > 0, 2.0 ** (power - 1) * (1 + half), half) * (1 - 2 * sign)
         return (numbers * spread[0]).astype(np.float32).astype(np.float64)

@@ -104,7 +104,7 @@ def lanes_sum(x: Floats) -> Floats:
 def by_groups(x: Floats, part: Groups) -> Floats:
     """x times a matrix in groups: the products of each by tiles, scaled and added in float32."""
     none = None if part.mins is None else torch.zeros_like(part.mins)
-    one = Groups(part.bits, part.group, part.numbers, torch.ones_like(part.scales), none, floats=part.floats)
+    one = Groups(part.bits, part.group, part.numbers, torch.ones_like(part.scales), none, table=part.table)
     numbers = one.plain().numpy()
     wide, sums = np.pad(x, ((0, 0), (0, -x.shape[1] % part.group))), np.zeros((len(x), len(numbers)), np.float32)
     for group, first in enumerate(range(0, x.shape[1], part.group)):

@@ -42,6 +42,10 @@ _HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
 }
 """Bytes of a block where its float16 scale lies, and perhaps its minimum."""
 
@@ -84,7 +88,7 @@ def pack(values: Float, kind: str, seed: int) -> tuple[bytes, Float]:
         raw[:, 0] = rng.integers(125, 129, len(raw))
         raw[:, 0] += np.uint8(round(float(np.log2(values.std() / gguf.dequantize(raw, type_).std()))) % 256)
         return raw.tobytes(), gguf.dequantize(raw, type_).reshape(values.shape)
-    middle = -7.5 if kind == "Q4_1" else -15.5 if kind == "Q5_1" else 15.0 if kind == "Q5_K" else 7.5
+    middle = {"Q2_K": 1.5, "Q4_1": -7.5, "Q5_1": -15.5, "Q5_K": 15.0}.get(kind, 7.5)
     for factor in (1.0, None):
         if factor is None:
             found = gguf.dequantize(raw, type_)
@@ -102,13 +106,15 @@ def write_model(
     kind_of: Callable[[str], str],
     meant: Path | None = None,
     more: dict[str, Any] | None = None,
+    stacks: bool = True,
     **metadata: Any,
 ) -> None:
     """Writes a Hugging Face directory as a GGUF file, as convert_hf_to_gguf.py lays it out.
 
     kind_of: the type of a matrix, by its name in the file. meant: gets the directory with the weights that the file
     then holds. metadata: with `__` for a dot, `___` for a hyphen, put over what is derived; None leaves a key out.
-    more: further tensors of F32, or others in the place of those that are derived; None leaves one out.
+    more: further tensors of F32, or others in the place of those that are derived; None leaves one out. stacks: whether
+    the experts of a layer lie in one tensor, not each in its own as in files of Mixtral before April 2024.
     """
     import torch  # most tests need a few values alone
     from safetensors.torch import load_file, save_file
@@ -144,6 +150,11 @@ def write_model(
             elif ".experts." in part_key and view.ndim == 2 and end == "weight":
                 shape = (1, *shape)
             tensors[target] = kind, shape, data
+    for target, (kind, shape, data) in list(tensors.items()):
+        if not stacks and target.endswith("_exps.weight"):
+            stem, size = tensors.pop(target) and target.removesuffix("_exps.weight"), len(data) // shape[0]
+            for expert in range(shape[0]):
+                tensors[f"{stem}.{expert}.weight"] = kind, shape[1:], data[expert * size : (expert + 1) * size]
     for target, array in (more or {}).items():
         if array is None:
             del tensors[target]
@@ -158,6 +169,28 @@ def write_model(
             if file.suffix == ".json" or file.suffix == ".jinja":
                 (meant / file.name).write_bytes(file.read_bytes())
         save_file(changed, meant / "model.safetensors", {"format": "pt"})
+
+
+def write_parts(whole: Path, stem: Path, most_tensors: int, first_has_tensors: bool = True) -> list[Path]:
+    """Writes a file again in parts STEM-00001-of-0000N.gguf, as the `gguf` package does; returns their paths."""
+    source = gguf.GGUFReader(whole)
+    writer = gguf.GGUFWriter(
+        None,
+        source.fields["general.architecture"].contents(),
+        split_max_tensors=most_tensors,
+        small_first_shard=not first_has_tensors,
+    )
+    for name, field in source.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture" and field.contents() != []:
+            is_array = field.types[0] == gguf.GGUFValueType.ARRAY
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if is_array else None)
+    for tensor in source.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file(stem.with_name(f"{stem.name}.gguf"))
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(stem.parent.glob(f"{stem.name}-*-of-*.gguf"))
 
 
 def _natural(item: tuple[str, Any]) -> list[Any]:

@@ -19,7 +19,9 @@ from services.worker.models.config import load_config
 from services.worker.models.gguf import GgufWeights
 from shared.errors import ModelError
 from shared.models.gguf.reader import MOST_KEYS, MOST_TENSORS, open_gguf
+from shared.models.hub import gguf_files, gguf_in
 from shared.models.model_files import read_bounded
+from shared.settings import CommonSettings
 from tests.support.checkpoints.gguf import write_file
 
 HEADERS = 150
@@ -152,10 +154,11 @@ def tensor(name: str, sizes: tuple[int, ...], kind: int, offset: int) -> bytes:
         (keys(1) + text("k") + u32(9) + u32(6) + u64(9) + bytes(8), "9 values of k do not"),
         (keys(2) + 2 * (text("k") + u32(4) + u32(1)), "key k is there twice"),
         (keys(1) + text("general.alignment") + u32(4) + u32(48), "general.alignment is 48, expected a power of two"),
+        (tensors(1) + tensor("\x1b[2J", (8,), 0, 0) + bytes(99), "has a name that cannot be printed"),
         (tensors(1) + tensor("t", (), 0, 0) + bytes(40), "t has 0 dimensions"),
         (tensors(1) + tensor("t", (2, 0), 0, 0) + bytes(40), r"shape \[2, 0\]"),
         (tensors(1) + tensor("t", (1 << 40,), 0, 0) + bytes(40), "sizes from 1 to"),
-        (tensors(1) + tensor("t", (256,), 10, 0) + bytes(99), "t is of type Q2_K, F32, F16"),
+        (tensors(1) + tensor("t", (256,), 16, 0) + bytes(99), "t is of type IQ2_XXS, F32, F16"),
         (tensors(1) + tensor("t", (256,), 77, 0) + bytes(99), "t is of type 77, F32, F16"),
         (tensors(1) + tensor("t", (33,), 2, 0) + bytes(99), "rows of 33, blocks of Q4_0 hold 32"),
         (tensors(1) + tensor("t", (8,), 0, 8) + bytes(99), "begins at 8, no multiple of 32"),
@@ -163,13 +166,131 @@ def tensor(name: str, sizes: tuple[int, ...], kind: int, offset: int) -> bytes:
         (tensors(1) + tensor("t", (9,), 0, 1 << 63) + bytes(99), "cut off"),
         (tensors(2) + tensor("t", (16,), 0, 0) + tensor("u", (8,), 0, 32) + bytes(99), "tensors t and u overlap"),
         (tensors(2) + 2 * tensor("t", (8,), 0, 0) + bytes(99), "tensor t is there twice"),
-        (keys(1) + text("split.count") + u32(2) + struct.pack("<H", 3), "one of 3 parts"),
+        (keys(1) + text("split.count") + u32(2) + struct.pack("<H", 3), "one of 3 parts, and its name does not end"),
+        (keys(1) + text("split.count") + u32(2) + struct.pack("<H", 999), "is 999, expected an integer from 0 to 512"),
     ],
 )
 def test_each_bound_of_a_header_is_named(path: Path, data: bytes, said: str) -> None:
     path.write_bytes(data)
     with pytest.raises(ModelError, match=said):
         open_gguf(path)
+
+
+def write_split(directory: Path, changes: dict[int, dict[str, Any]] | None = None) -> list[Path]:
+    """Writes the file in three parts, one tensor each. changes: part, from 0 on -> keys, None leaves one out."""
+    written = []
+    for number, (name, tensor_) in enumerate(TENSORS.items()):
+        keys_ = {"split.no": number, "split.count": 3, "split.tensors.count": 3, **({} if number else METADATA)}
+        keys_ |= (changes or {}).get(number, {})
+        written.append(directory / f"x-0000{number + 1}-of-00003.gguf")
+        write_file(written[-1], {key: value for key, value in keys_.items() if value is not None}, {name: tensor_})
+    return written
+
+
+def test_first_of_several_parts_stands_for_all(tmp_path: Path, path: Path) -> None:
+    parts, whole = write_split(tmp_path), open_gguf(path)
+    found = open_gguf(parts[0])
+    assert [(one.name, one.shape, one.type) for one in found.tensors.values()] == [
+        (one.name, one.shape, one.type) for one in whole.tensors.values()
+    ]
+    assert [one.path for one in found.tensors.values()] == parts
+    assert found.texts("tokenizer.ggml.tokens") == METADATA["tokenizer.ggml.tokens"]
+    assert open_gguf(parts[0]) is found  # read once
+    read_all(parts[0])
+    write_file(
+        parts[2], {"split.no": 2, "split.count": 3, "split.tensors.count": 3}, {"cls": TENSORS["output_norm.weight"]}
+    )
+    assert "cls" in open_gguf(parts[0]).tensors  # once for each version of every part
+    with pytest.raises(ModelError, match=r"x-00002-of-00003.gguf: part 2 of 3; give the first one, x-00001-of-00003.g"):
+        open_gguf(parts[1])
+    assert gguf_in(tmp_path / "parts") == tmp_path / "parts"
+    path.unlink()
+    assert gguf_in(tmp_path) == parts[0]
+    assert CommonSettings(model=tmp_path).served_model_name == "x"
+    parts[0].unlink()
+    assert gguf_files(tmp_path) == parts[1:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {1: {"split.no": 2}},
+            r"x-00002-of-00003.gguf: split.no is 2, expected 1 in part 2 of 3; fetch all parts again",
+        ),
+        ({0: {"split.no": 1}}, r"x-00001-of-00003.gguf: split.no is 1, expected 0 in part 1 of 3"),
+        ({2: {"split.count": 4}}, r"x-00003-of-00003.gguf: split.count is 4, expected 3 in part 3 of 3"),
+        ({0: {"split.count": 2}}, "one of 2 parts, and its name does not end in -00001-of-00002.gguf; give the parts"),
+        ({2: {"split.tensors.count": 9}}, r"x-00003-of-00003.gguf: split.tensors.count is 9, expected 3 in part 3"),
+        ({0: {"split.tensors.count": None}}, "split.tensors.count is missing; convert the model again"),
+        ({2: {"split.no": None}}, "x-00003-of-00003.gguf: split.no is missing; convert the model again"),
+        ({2: {"split.no": "2"}}, "x-00003-of-00003.gguf: split.no is 2, expected an integer"),
+        (
+            {part: {"split.tensors.count": 4} for part in range(3)},
+            "x-00001-of-00003.gguf: 3 tensors in 3 parts, split.tensors.count is 4; fetch all parts again, from one",
+        ),
+        (
+            {part: {"split.tensors.count": 2} for part in range(3)},
+            "x-00003-of-00003.gguf: more than the 2 tensors of split.tensors.count; fetch all parts again",
+        ),
+        (
+            {1: {"general.architecture": "qwen2"}},
+            "x-00002-of-00003.gguf: general.architecture differs from that of x-0",
+        ),
+        ({1: {"general.name": "other"}}, "x-00002-of-00003.gguf: general.name differs from that of x-00001-of-00003"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_named(tmp_path: Path, changes: dict[int, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        open_gguf(write_split(tmp_path, changes)[0])
+
+
+def test_part_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    parts = write_split(tmp_path)
+    renamed = parts[0].rename(tmp_path / "x.gguf")
+    with pytest.raises(ModelError, match=r"x.gguf: one of 3 parts, and its name does not end in -00001-of-00003.gguf"):
+        open_gguf(renamed)
+    renamed.rename(parts[0])
+    second = parts[1].read_bytes()
+    write_file(parts[1], {"split.no": 1, "split.count": 3, "split.tensors.count": 3}, dict([*TENSORS.items()][:1]))
+    with pytest.raises(
+        ModelError, match=r"x-00002-of-00003.gguf: tensor token_embd.weight is in x-00001-of-00003.gguf"
+    ):
+        open_gguf(parts[0])
+    parts[1].write_bytes(second[:-128])
+    with pytest.raises(ModelError, match=r"x-00002-of-00003.gguf: tensor .* cut off; fetch or convert it again"):
+        open_gguf(parts[0])
+    parts[1].unlink()
+    with pytest.raises(ModelError, match=r"x-00002-of-00003.gguf: part 2 of 3 is missing; fetch it into the same dir"):
+        open_gguf(parts[0])
+    os.mkfifo(parts[1])  # which is not waited for
+    with pytest.raises(ModelError, match=r"x-00002-of-00003.gguf: not a regular file"):
+        open_gguf(parts[0])
+
+
+def test_mutated_parts_end_with_a_sentence_and_little_memory(tmp_path: Path) -> None:
+    parts = write_split(tmp_path)
+    whole, broken = [part.read_bytes() for part in parts], 0
+    for seed in range(HEADERS):
+        rng = random.Random(seed)
+        number = rng.randrange(1, 3)
+        data = bytearray(whole[number])
+        at = rng.randrange(4, 180)
+        size = rng.choice((1, 4, 8))
+        data[at : at + size] = rng.choice((rng.randbytes(size), bytes(size), b"\xff" * size))
+        parts[number].write_bytes(data)
+        tracemalloc.start()
+        try:
+            read_all(parts[0])
+        except ModelError as error:
+            broken += 1
+            assert str(tmp_path) in str(error) and str(error).isprintable(), seed
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            parts[number].write_bytes(whole[number])
+        assert peak < MOST_BYTES, seed
+    assert HEADERS // 2 < broken <= HEADERS
 
 
 def test_file_that_is_cut_off_or_a_fifo_is_named(path: Path) -> None:

@@ -1,10 +1,11 @@
-// Weights of 4 or 8 bits in groups of inputs with one float32 scale per output, and perhaps one minimum: Groups of
+// Weights of 2, 4 or 8 bits in groups of inputs with one float32 scale per output, and perhaps one minimum: Groups of
 // kernels/ops.py says what a number is. A step is a group: scales, minima, then the numbers, 32 bits for some inputs of an
 // output, the even ones in the lower half. gemm.cpp writes some steps as float32 panels and multiplies these, so that a
 // product has the bits of the float32 weight; where the machine multiplies pairs of bfloat16, it does so for activations
 // in bfloat16, by tiles where it has them (GroupTiles), else by VDPBF16PS (GroupPairs).
 #pragma once
 #include <array>
+#include <type_traits>
 
 #include "../tiles.h"
 #include "float32.h"
@@ -14,19 +15,46 @@ struct Unpacked : Float32 {
   static constexpr bool PREFETCHED = false;
 };
 
-// FLOATS: the numbers of 4 bits are E2M1, FLOAT4 of kernels/ops.py.
-template <int BITS, int GROUP, bool HAS_MINS, bool HAS_FLOATS = false>
+// What each number of 4 bits stands for: TABLES of kernels/ops.py, and integers.
+struct Float4 {
+  static constexpr float NUMBERS[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+};
+struct Iq4 {
+  static constexpr float NUMBERS[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+};
+struct Integers {
+  static constexpr float NUMBERS[] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+};
+
+// The number that the lowest 4 bits of each word choose; the other bits may be any.
+template <class Table>
+static inline vf chosen(vu words) {
+#if LANES == 16
+  return (vf)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)words, _mm512_loadu_ps(Table::NUMBERS));
+#elif LANES == 8
+  const __m256 lower = _mm256_permutevar8x32_ps(_mm256_loadu_ps(Table::NUMBERS), (__m256i)words);
+  const __m256 upper = _mm256_permutevar8x32_ps(_mm256_loadu_ps(Table::NUMBERS + 8), (__m256i)words);
+  return (vf)_mm256_blendv_ps(lower, upper, (__m256)(words << 28));  // by the sign
+#else
+  vf numbers;
+  for (int lane = 0; lane < LANES; lane++) numbers[lane] = Table::NUMBERS[words[lane] & 15];
+  return numbers;
+#endif
+}
+
+template <int BITS, int GROUP, bool HAS_MINS, class TABLE = Integers>
 struct Groups {
-  static constexpr bool MINS = HAS_MINS, FLOATS = HAS_FLOATS;
-  static_assert(!FLOATS || (BITS == 4 && !MINS));
-  static_assert((BITS == 4 || BITS == 8) && (GROUP == 16 || GROUP % 32 == 0));
+  typedef TABLE Table;
+  static constexpr bool MINS = HAS_MINS, TABLED = !std::is_same_v<Table, Integers>;
+  static_assert(!TABLED || (BITS == 4 && !MINS));
+  static_assert(((BITS == 2 && MINS) || BITS == 4 || BITS == 8) && (GROUP == 16 || GROUP % 32 == 0));
   typedef float Input;
   static constexpr int SCALE_BYTES = (MINS ? 2 : 1) * WIDTH * 4;
   static constexpr int DEPTH = GROUP, BYTES = SCALE_BYTES + GROUP * WIDTH * BITS / 8;
   static constexpr int BITS_EACH = BITS, NUMBERS = 32 / BITS;  // of a word
   static constexpr int PIECE = GROUP < 32 ? GROUP : 32;  // unpacked together
   static constexpr bool SCALED = false, ROUNDS = false, GROUPED = true, TILED = false, PAIRED = false;
-  static constexpr float MIDDLE = FLOATS ? 0 : BITS == 4 ? 8 : 128;  // what a number without minimum is above its value
+  static constexpr float MIDDLE = TABLED ? 0 : BITS == 4 ? 8 : 128;  // what a number without minimum is above its value
 
   // Where a word has the i-th of its inputs.
   static constexpr int shift(int i) { return i % 2 * 16 + i / 2 * BITS; }
@@ -76,38 +104,16 @@ struct Groups {
       uint32_t word;
       memcpy(&word, step + SCALE_BYTES + (i / NUMBERS * WIDTH + place) * 4, 4);
       const uint32_t number = word >> shift(i % NUMBERS) & ((1 << BITS) - 1);
-      const float q = FLOATS ? float4(number) : float(number);
+      const float q = TABLED ? Table::NUMBERS[number] : float(number);
       numbers[i] = MINS ? q * scales[0] - scales[WIDTH] : (q - MIDDLE) * scales[0];
     }
   }
 
   static constexpr int AHEAD = 4096;  // bytes of a panel that are fetched before they are unpacked
 
-  static constexpr float float4(uint32_t number) {
-    const float sizes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-    return number & 8 ? -sizes[number & 7] : sizes[number & 7];
-  }
-
   // The lowest BITS of each word as a weight. q * scale is exact where there is a minimum, so one rounding is left.
   static vf value(vu words, vf scale, vf below) {
-    if (FLOATS) {
-#if LANES == 16
-      const __m512 table = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-      return (vf)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)words, table) * scale;
-#else
-      // Twice the size without a branch: 0 to 4 as they are, from 4 on in steps of 2, from 8 on in steps of 4.
-      const vi number = (vi)(words & 7);
-      const vi twice = number + (number > 4 ? number - 4 : vi{}) + (number > 6 ? vi{} + 2 : vi{});
-      const vf size = __builtin_convertvector(twice, vf) * 0.5f;
-      return (vf)((vu)size | (words & 8) << 28) * scale;
-#endif
-    }
-#if LANES == 16
-    if (BITS == 4 && !MINS) {  // the lowest 4 bits of a word choose among 16 numbers
-      const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-      return (vf)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)words, table) * scale;
-    }
-#endif
+    if (TABLED || (LANES == 16 && BITS == 4 && !MINS)) return chosen<Table>(words) * scale;
     const vf q = __builtin_convertvector((vi)(words & ((1u << BITS) - 1)), vf);
     return MINS ? fused(q, scale, below) : (q + below) * scale;
   }
@@ -116,10 +122,10 @@ struct Groups {
 #ifdef PAIRS_OF_BFLOAT16
 // How steps of Groups of any depth are multiplied by activations in bfloat16, in pairs. Numbers are exact in bfloat16; scale
 // and minimum count once a group, in float32. So no weight is rounded.
-template <int BITS, bool HAS_MINS, bool FLOATS>
+template <int BITS, bool HAS_MINS, class Table>
 struct Pairs {
   typedef bf16 Input;
-  typedef Groups<BITS, 32, HAS_MINS, FLOATS> Step;
+  typedef Groups<BITS, 32, HAS_MINS, Table> Step;
   static constexpr bool GROUPED = true, MINS = HAS_MINS, PREFETCHED = true;
   static constexpr int SCALE_BYTES = Step::SCALE_BYTES, NUMBERS = Step::NUMBERS, EACH = NUMBERS / 2;  // pairs of a word
 
@@ -129,18 +135,18 @@ struct Pairs {
   // The i-th pair of inputs of each word.
   static vu pair(vu words, int i) {
     words >>= i * BITS;
-    if (BITS == 4) return chosen(words);
+    if (BITS <= 4) return chosen(words);
     return halves(number(words), number(words >> 16));
   }
 
   // The i-th pair of the even inputs of each word, or of the odd ones. The earlier input is in the upper half, which
   // chain_pair multiplies first.
   static vu chained(vu words, int odd, int i) {
-    if (BITS == 4) {
+    if (BITS <= 4) {
       const int at = odd * 0x02020202;  // one half of each word twice
       const __m512i bytes = _mm512_set4_epi32(0x0d0c0d0c + at, 0x09080908 + at, 0x05040504 + at, 0x01000100 + at);
       const __m512i half = _mm512_shuffle_epi8((__m512i)words, bytes);
-      const __m512i shifts = _mm512_set1_epi32(8 * i << 16 | (8 * i + 4));
+      const __m512i shifts = _mm512_set1_epi32(2 * BITS * i << 16 | (2 * i + 1) * BITS);
       return chosen((vu)_mm512_maskz_srlv_epi16(~0u, half, shifts));
     }
     words >>= odd * 16;
@@ -150,7 +156,7 @@ struct Pairs {
  private:
   static constexpr float ZERO = MINS ? 0 : Step::MIDDLE;
 
-  // The number of 4 bits that the lowest 5 bits of each half choose.
+  // The number of at most 4 bits that the lowest 5 bits of each half choose.
   static vu chosen(vu words) {
     __m512i table;
     memcpy(&table, TABLE.data(), sizeof table);
@@ -164,7 +170,7 @@ struct Pairs {
   static constexpr std::array<bf16, 32> TABLE = [] {
     std::array<bf16, 32> table{};
     for (int i = 0; i < 32; i++) {
-      const float number = FLOATS ? Step::float4(i % 16) : i % 16 - ZERO;
+      const float number = Step::TABLED ? Table::NUMBERS[i % 16] : i % 16 % (1 << BITS) - ZERO;
       table[i] = __builtin_bit_cast(uint32_t, number) >> 16;
     }
     return table;
@@ -208,7 +214,7 @@ struct UnpackedPairs {
 template <class W>
 struct GroupPairs : W {
   typedef bf16 Input;
-  typedef Pairs<W::BITS_EACH, W::MINS, W::FLOATS> Kernel;
+  typedef Pairs<W::BITS_EACH, W::MINS, typename W::Table> Kernel;
   static constexpr bool PAIRED = true;
 };
 #endif
@@ -230,6 +236,14 @@ template <class W>
 using GroupsForBfloat16 = W;
 #endif
 
+struct Int2x16Mins : Groups<2, 16, true> {
+  typedef GroupsForBfloat16<Int2x16Mins> ForBfloat16;
+  static constexpr const char* NAME = "int2-16-mins";
+};
+struct Int4x16 : Groups<4, 16, false> {
+  typedef GroupsForBfloat16<Int4x16> ForBfloat16;
+  static constexpr const char* NAME = "int4-16";
+};
 struct Int4x32 : Groups<4, 32, false> {
   typedef GroupsForBfloat16<Int4x32> ForBfloat16;
   static constexpr const char* NAME = "int4-32";
@@ -246,9 +260,13 @@ struct Int4x128Mins : Groups<4, 128, true> {
   typedef GroupsForBfloat16<Int4x128Mins> ForBfloat16;
   static constexpr const char* NAME = "int4-128-mins";
 };
-struct Float4x32 : Groups<4, 32, false, true> {
+struct Float4x32 : Groups<4, 32, false, Float4> {
   typedef GroupsForBfloat16<Float4x32> ForBfloat16;
   static constexpr const char* NAME = "float4-32";
+};
+struct Iq4x32 : Groups<4, 32, false, Iq4> {
+  typedef GroupsForBfloat16<Iq4x32> ForBfloat16;
+  static constexpr const char* NAME = "iq4-32";
 };
 struct Int8x16 : Groups<8, 16, false> {
   typedef GroupsForBfloat16<Int8x16> ForBfloat16;

@@ -1,0 +1,39 @@
+"""Names of the files of a model in several parts, as llama.cpp's gguf-split gives them: NAME-00001-of-00003.gguf.
+
+The first part stands for the model; `reader` compares what the parts say.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+MOST_PARTS = 1 << 9
+"""Of one model. Those of 1,000 B parameters have some 50."""
+_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
+
+
+def part_number(name: str) -> tuple[int, int] | None:
+    """Return which part, from 1 on, of how many a file is, by its name or path; None for a whole one."""
+    found = _PART.fullmatch(name)
+    return None if found is None else (int(found[2]), int(found[3]))
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all parts of the model that a part's name or path is of; of a whole file that one."""
+    found = _PART.fullmatch(name)
+    if found is None or not 0 < int(found[3]) <= MOST_PARTS:
+        return [name]
+    return [f"{found[1]}-{number:05}-of-{found[3]}.gguf" for number in range(1, int(found[3]) + 1)]
+
+
+def is_later_part(path: Path) -> bool:
+    """Return whether the path is named as a part of a model of which the first one lies beside it."""
+    first = path.with_name(part_names(path.name)[0])
+    return first.name != path.name and first.is_file()
+
+
+def stem_of(path: Path) -> str:
+    """Return a file's name without its ending and the number of a part."""
+    found = _PART.fullmatch(path.name)
+    return path.stem if found is None else found[1]
