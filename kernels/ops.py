@@ -138,7 +138,7 @@ class Groups:
     A weight is scale * number - min where there are minima, else scale * (number - 8), or 128 with 8 bits; in float32
     with one rounding. Where there are minima each scale * number is exact, as with scales of at most 24 - bits
     significant bits, so that a multiply-add rounds like a product and a difference. With `floats` it is
-    scale * FLOAT4[number].
+    scale * FLOAT4[number], or with 8 bits scale times what the number says as a code of e4m3fn, of which none is NaN.
 
     With `rounds_rows` (W8A8: 8 bits, a row is one group, no minima) a row x of activations is rounded, too. In float32,
     s = max |x| / 127 and c = x / s, to the nearest integer, ties to even, from -127 to 127. An output is
@@ -152,7 +152,7 @@ class Groups:
     numbers: Tensor  # [rows, inputs] uint8, contiguous, below 2^bits
     scales: Tensor  # [rows, ceil(inputs / group)] float32, contiguous
     mins: Tensor | None = None  # as scales
-    floats: bool = False  # numbers are floats of 4 bits
+    floats: bool = False  # numbers are floats of 4 bits, or of 8
     rounds_rows: bool = False
 
     @property
@@ -169,6 +169,8 @@ class Groups:
         inputs = self.numbers.shape[1]
         scales = self.scales.repeat_interleave(self.group, 1)[:, :inputs]
         if self.floats:
+            if self.bits == 8:
+                return self.numbers.view(torch.float8_e4m3fn).float() * scales
             return torch.tensor(FLOAT4)[self.numbers.int()] * scales
         if self.mins is None:
             return (self.numbers.float() - (1 << self.bits - 1)) * scales
