@@ -41,9 +41,9 @@ def rows(plan: Plan, formats: Collection[str]) -> list[Maker]:
     }
     cases = [(f"{op} {count}", partial(make, count)) for op, make in kinds.items() for count in plan.rows]
     products = [(f"linear {count}", partial(linear, count)) for count in plan.linear_rows]
-    kinds = [kind for kind, weight_format in PACKINGS.items() if weight_format in formats]
+    held = [kind for kind, weight_format in PACKINGS.items() if weight_format in formats]
     counts = sorted({*FEW, *plan.linear_rows})
-    packed = [(f"linear_{kind} {count}", partial(linear_packed, kind, count)) for kind in kinds for count in counts]
+    packed = [(f"linear_{kind} {count}", partial(linear_packed, kind, count)) for kind in held for count in counts]
     return [*cases, *products, *packed]
 
 

@@ -72,7 +72,7 @@ class ModelFacts:
     dtype: str
     tensors: Mapping[str, tuple[int, ...]]  # shape by name; of dummy weights the matrices
     stored: Stored | None = None  # how the layers' matrices are quantized
-    packed_bits: Mapping[str, int] = field(default_factory=dict)  # name -> bits of a weight as the kernels hold it
+    packed_bits: Mapping[str, float] = field(default_factory=dict)  # name -> bits of a weight as the kernels hold it
 
     def held_bytes(self, worker: WorkerSettings) -> int:
         """Return the memory that the weights take with these settings, all ranks of one replica together."""
@@ -83,8 +83,9 @@ class ModelFacts:
             kept = self.stored is not None and _keeps(self.stored, worker)
             kept = kept and not (unpacks_experts and any(part in name for part in EXPERTS))
             if name in self.packed_bits:
-                is_packed = kept and _packs_gguf(name, self.packed_bits[name], bits, worker)
-                total += count * (self.packed_bits[name] if is_packed else bits)
+                is_fp8 = self.stored is not None and self.stored.method == "fp8"
+                is_packed = kept and (is_fp8 or _packs_gguf(name, self.packed_bits[name], bits, worker))
+                total += int(count * (self.packed_bits[name] if is_packed else bits))
             elif self.stored is not None and name.endswith(WORDS):
                 word = 8 if name.endswith("_blocks") else 32
                 numbers, scale = word // self.stored.bits * count, 64 if self.stored.zeros else 32
@@ -104,7 +105,7 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
     config = read_config(model)
     stored = read_stored(config, str(model / "config.json"))
     tensors: dict[str, tuple[int, ...]] = {}
-    packed: dict[str, int] = {}
+    packed: dict[str, float] = {}
     if load_format == "dummy":
         if stored is not None:
             raise ModelError(
@@ -120,6 +121,8 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
                     tensors[name] = shape
                     if dtype == "I8":
                         packed[name] = 8
+                    elif dtype == "F8_E4M3" and stored is not None and stored.unit:
+                        packed[name] = 8 + 32 / stored.unit
     text = read_bounded(model / "tokenizer.json")
     _refuse_pointer(model / "tokenizer.json")
     try:
@@ -306,11 +309,12 @@ def _keeps(stored: Stored, worker: WorkerSettings) -> bool:
     if stored.rounds_rows:
         return True
     if _on_gpu(worker):
-        return stored.unit > 0 and stored.bits == 4 and stored.method != "mxfp4" and worker.kernels != "reference"
-    return stored.unit > 0 and worker.kernels in ("auto", "cpu")
+        has_kernel = stored.method == "fp8" or (stored.bits == 4 and stored.method != "mxfp4")
+        return stored.unit > 0 and has_kernel and worker.kernels != "reference"
+    return stored.unit > 0 and stored.method != "fp8" and worker.kernels in ("auto", "cpu")
 
 
-def _packs_gguf(name: str, packed_bits: int, bits: int, worker: WorkerSettings) -> bool:
+def _packs_gguf(name: str, packed_bits: float, bits: int, worker: WorkerSettings) -> bool:
     """Return whether the worker holds a packed matrix of a GGUF file as it is (`models/weights.py`)."""
     is_table = name in _GGUF_TABLES.values()
     if _on_gpu(worker):

@@ -185,7 +185,7 @@ class Plant(NamedTuple):
     kernel: str
 
 
-PACKED = "linear_q4_t2c1_bf16"
+PACKED, FP8 = "linear_q4_t2c1_bf16", "linear_fp8_t2c1_bf16"
 CODED, CODED_PREFILL = "attention_decode_fp8_bf16_d64", "attention_prefill_fp8_f16_d64"
 DECODE, PREFILL, WGMMA = "attention_decode_bf16_d64", "attention_prefill_f16_d96", "attention_prefill_sm90_bf16_d64"
 WGMMA_FILE = "attention/attention_prefill_sm90.cu"
@@ -264,19 +264,19 @@ PLANTS = {
     "prefill of fp8, a piece is read before all warps have widened": Plant(
         "attention/attention_prefill.cu", "PIECE, slab);\n      __syncthreads();", "PIECE, slab);", CODED_PREFILL
     ),
-    "4 bits, a unit is read without __syncwarp": Plant(
+    "packed, a unit is read without __syncwarp": Plant(
         "linear_packed.cu", "__syncwarp();  // the unit is there", "// the unit is there", PACKED
     ),
-    "4 bits, the wait is for one group too few": Plant(
-        "linear_packed.cu", "STAGES - 2>();\n    __syncwarp();", "STAGES - 1>();\n    __syncwarp();", PACKED
+    "packed, the wait is for one group too few": Plant(
+        "linear_packed.cu", "STAGES - 2>();\n    __syncwarp();", "STAGES - 1>();\n    __syncwarp();", FP8
     ),
-    "4 bits, the unit that is read is filled anew": Plant(
-        "linear_packed.cu", "slot == 0 ? STAGES - 1 : slot - 1);\n    const auto", "slot);\n    const auto", PACKED
+    "packed, the unit that is read is filled anew": Plant(
+        "linear_packed.cu", "slot == 0 ? STAGES - 1 : slot - 1);\n    const auto", "slot);\n    const auto", FP8
     ),
-    "4 bits, sums take the place of rings too early": Plant(
+    "packed, sums take the place of rings too early": Plant(
         "linear_packed.cu", "__syncthreads();  // the rings", "// the rings", PACKED
     ),
-    "4 bits, sums of slices are added without a barrier": Plant(
+    "packed, sums of slices are added without a barrier": Plant(
         "linear_packed.cu", "STRIDE, STRIDE);\n  __syncthreads();", "STRIDE, STRIDE);", PACKED
     ),
     "wgmma, copies are read without a fence": Plant(

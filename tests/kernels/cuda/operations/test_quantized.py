@@ -1,4 +1,4 @@
-"""Matrices in 4 bits and fp8: the kernels, emulated in three orders of threads, against float64, and what calls them."""
+"""Packed matrices: the kernels, emulated in three orders of threads, against float64, and what calls them."""
 
 from __future__ import annotations
 
