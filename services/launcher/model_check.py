@@ -17,12 +17,13 @@ from typing import Any
 import orjson
 import psutil
 
-from services.launcher.gpu_facts import device_files, gather_driver, may_use_gpu
+from services.launcher.gpu_facts import device_files, gather_driver
+from services.worker.gpu_choice import demands_gpu, may_use_gpu, stays_on_cpu
 from services.worker.models.config import DecoderConfig, load_config
 from services.worker.models.matrices import shapes, tables
 from services.worker.models.registry import FAMILIES
 from services.worker.models.stored import HELD_BITS, Stored, read_stored, stored_of_gguf
-from shared.errors import ModelError
+from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.config import config_of
 from shared.models.gguf.reader import is_gguf, open_gguf
 from shared.models.hub import gguf_files, gguf_in, in_address, repository_of, require_local
@@ -78,10 +79,10 @@ class ModelFacts:
         """Return the memory that the weights take with these settings, all ranks of one replica together."""
         bits, total = 8 * _held_item_bytes(self.dtype, worker), 0
         unpacks_experts = _on_gpu(worker)
+        keeps = self.stored is not None and _keeps(self.stored, worker)
         for name, shape in self.tensors.items():
             count, is_matrix = math.prod(shape), len(shape) > 1 and not any(part in name for part in UNROUNDED)
-            kept = self.stored is not None and _keeps(self.stored, worker)
-            kept = kept and not (unpacks_experts and any(part in name for part in EXPERTS))
+            kept = keeps and not (unpacks_experts and any(part in name for part in EXPERTS))
             if name in self.packed_bits:
                 is_fp8 = self.stored is not None and self.stored.method == "fp8"
                 is_packed = kept and (is_fp8 or _packs_gguf(name, self.packed_bits[name], bits, worker))
@@ -322,8 +323,20 @@ def _packs_gguf(name: str, packed_bits: float, bits: int, worker: WorkerSettings
     return not is_table or (worker.tp == 1 and (bits == 32 or name == "lm_head.weight"))
 
 
+def wants_gpu(worker: WorkerSettings) -> bool:
+    """Return whether a worker takes a GPU that can be used, as it will decide itself where its model is here."""
+    if not may_use_gpu(worker):
+        return False
+    if demands_gpu(worker) or worker.quantize == "none":
+        return True
+    try:
+        return not stays_on_cpu(worker, load_config(gguf_in(worker.model)))
+    except (ModelError, ConfigurationError):  # the model is not here, or the worker will refuse what is said of it
+        return True
+
+
 def _on_gpu(worker: WorkerSettings) -> bool:
-    return may_use_gpu(worker) and ("cuda" in (worker.device, worker.kernels) or device_files())
+    return wants_gpu(worker) and (demands_gpu(worker) or device_files())
 
 
 def _check_directory(model: Path) -> None:
