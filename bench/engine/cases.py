@@ -224,7 +224,7 @@ def work(engine: Engine, case: Case, steps: int) -> tuple[float, float]:
     c, info = engine.config, engine.info()
     matrices = sum(outputs * inputs for outputs, inputs in layer_matrices(c)) * c.layers
     method = method_of(engine.settings.quantize, engine.config.stored)
-    layers_bytes = c.layers * sum(method.weight_bytes(*shape, engine.dtype) for shape in layer_matrices(c))
+    layers_bytes = c.layers * sum(method.weight_bytes(engine.ops, *shape, engine.dtype) for shape in layer_matrices(c))
     head = c.vocab_size * c.hidden_size
     rows, sampled = case.decodes + case.prefill * case.prompts, case.sequences
     per_token = info.block_bytes / info.block_size

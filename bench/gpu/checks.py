@@ -123,7 +123,7 @@ def _errors(
                 name = f"attention {kind} d{head_dim} {query}/{kv} {how}"
                 yield _error(name, limit, partial(_attention_error, small, contexts, rows, attention))
     makers: list[Maker] = [
-        *kernels_rows.rows(bench.plan),
+        *kernels_rows.rows(bench.plan, bench.clock.ops.group_formats),
         *kernels_experts.mixtures(quick=True),
         *kernels_sampling.samplers(bench.plan),
     ]

@@ -90,7 +90,7 @@ def sampler(context: Context) -> Rows:
 
 
 def rows(context: Context) -> Rows:
-    return _timed(context, lambda _made, plan: kernels_rows.rows(plan))
+    return _timed(context, lambda made, plan: kernels_rows.rows(plan, made.clock.ops.group_formats))
 
 
 def swap(context: Context) -> Rows:

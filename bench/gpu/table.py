@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.kernels.shapes import BLOCK_SIZE, LLAMA_8B, QWEN_30B
 from kernels.cuda import calls, residency
-from kernels.cuda.calls import BF16, HEAD_DIMS, LOW_RANK_ROWS, Q4_UNIT, Block
+from kernels.cuda.calls import BF16, HEAD_DIMS, LOW_RANK_ROWS, PACKED_UNIT, Block
 
 BANKS = Path(residency.__file__).with_name("banks.json")
 MODEL = LLAMA_8B
@@ -44,8 +44,8 @@ class Kernel:
     checks: tuple[str, ...] | None = None
 
 
-CHECKED_Q4 = {(1, 1): tuple(f"linear_q4 {rows}," for rows in (1, 3, 8)), (1, 2): ("linear_q4 16,",)}
-"""Checks of bench.gpu by the shape of the kernel that multiplies so many rows of a small matrix."""
+PACKED_ROWS = {(1, 1): (1, 3, 8), (1, 2): (16,)}
+"""Rows of the checks of bench.gpu, of a small matrix, by the shape of the kernel that multiplies them."""
 
 
 def kernels(has_wgmma: bool = False) -> list[Kernel]:
@@ -86,24 +86,32 @@ def kernels(has_wgmma: bool = False) -> list[Kernel]:
         Kernel(_block(copy), f"{COPIED} of {BLOCK_BYTES >> 20} MiB", 2.0 * COPIED * BLOCK_BYTES),
         Kernel(_block(down), adapted, row_bytes, "adapters", "low_rank_down", ("add_low_rank ",)),
         Kernel(_block(up), adapted, 2 * 2.0 * ROWS * 2 * width, "adapters", "low_rank_up", ("add_low_rank ",)),
-        *_packed(),
+        *_packed(calls.Q4, 8.0),
+        *_packed(calls.FP8, 4.0),
     ]
 
 
-def _packed() -> list[Kernel]:
-    """Return the kernels of matrices in 4 bits, in groups of 128 with minima, for a small and the largest matrix."""
+def _packed(packing: calls.Packing, group_bytes: float) -> list[Kernel]:
+    """Return the kernels of packed matrices, in groups of 128, for a small and the largest matrix.
+
+    group_bytes: of the scale and minimum of a group.
+    """
     made, inputs, large = [], MODEL.hidden, 2 * MODEL.intermediate
+    mins, weight_bytes, op = (
+        int(group_bytes > 4),
+        packing.bits / 8 + group_bytes / PACKED_UNIT,
+        f"linear_{packing.name}",
+    )
     uses = ((8, MODEL.qkv), (8, large), (16, MODEL.qkv), (16, large), (64, large))
-    for shape, (rows, outputs) in zip(calls.Q4_SHAPES, uses, strict=True):
-        call = calls.linear_q4(BF16, rows, inputs, outputs, Q4_UNIT, 0, 0, 0, 1, 0, 0, outputs, shape)
-        moved = outputs * inputs * (0.5 + 8 / Q4_UNIT) + 2.0 * rows * (inputs + outputs)
-        made.append(
-            Kernel(
-                _block(call), f"{rows}: {outputs} x {inputs}", moved, op="linear_q4", checks=CHECKED_Q4.get(shape, ())
-            )
+    for shape, (rows, outputs) in zip(packing.shapes, uses, strict=True):
+        call = calls.linear_packed(
+            packing, BF16, rows, inputs, outputs, PACKED_UNIT, 0, 0, 0, mins, 0, 0, outputs, shape
         )
-    unpack = calls.unpack_q4(BF16, inputs, large, Q4_UNIT, 0, 0, 1, 0)
-    moved = large * inputs * (0.5 + 8 / Q4_UNIT + 2)
+        moved = outputs * inputs * weight_bytes + 2.0 * rows * (inputs + outputs)
+        checks = tuple(f"{op} {count}," for count in PACKED_ROWS.get(shape, ()))
+        made.append(Kernel(_block(call), f"{rows}: {outputs} x {inputs}", moved, op=op, checks=checks))
+    unpack = calls.unpack(packing, BF16, inputs, large, PACKED_UNIT, 0, 0, mins, 0)
+    moved = large * inputs * (weight_bytes + 2)
     return [*made, Kernel(_block(unpack), f"{large} x {inputs}", moved, checks=())]
 
 

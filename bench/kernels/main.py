@@ -58,7 +58,7 @@ def makers(plan: Plan, backend: Backend) -> list[Maker]:
     return [
         *kernels_attention.decodes(plan),
         *kernels_attention.prompts(plan),
-        *kernels_rows.rows(plan),
+        *kernels_rows.rows(plan, backend.clock.ops.group_formats),
         *kernels_sampling.samplers(plan),
         *kernels_kv.copies(plan, backend.plain_copy),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,14 @@ EPS = 1e-5
 ADAPTERS, RANK = 8, 16
 """Of add_low_rank: the rows of a step have them in turn."""
 FEW, GROUP = (1, 8, 16), 128
-"""Of linear_q4: rows as decode has them; inputs that share a scale and a zero point, as in AWQ."""
+"""Of packed matrices: rows as decode has them; inputs that share a scale, in 4 bits also a zero point, as in AWQ."""
+PACKINGS = {"q4": "int4-128-mins", "fp8": "float8-128"}
+"""Kind of a packed matrix -> Groups.weight_format."""
 Peers = dict[str, Callable[[], Sequence[Thunk]]]
 
 
-def rows(plan: Plan) -> list[Maker]:
-    """Yield every operation at every number of rows."""
+def rows(plan: Plan, formats: Collection[str]) -> list[Maker]:
+    """Return every operation at every number of rows. formats: of packed matrices, that the backend has kernels for."""
     kinds = {
         "embed": embed,
         "norm": norm,
@@ -39,7 +41,9 @@ def rows(plan: Plan) -> list[Maker]:
     }
     cases = [(f"{op} {count}", partial(make, count)) for op, make in kinds.items() for count in plan.rows]
     products = [(f"linear {count}", partial(linear, count)) for count in plan.linear_rows]
-    packed = [(f"linear_q4 {count}", partial(linear_q4, count)) for count in sorted({*FEW, *plan.linear_rows})]
+    held = [kind for kind, weight_format in PACKINGS.items() if weight_format in formats]
+    counts = sorted({*FEW, *plan.linear_rows})
+    packed = [(f"linear_{kind} {count}", partial(linear_packed, kind, count)) for kind in held for count in counts]
     return [*cases, *products, *packed]
 
 
@@ -259,15 +263,13 @@ def _product(bench: Bench, op: str, count: int, outputs: int, inputs: int) -> Ca
     return recorded(bench, op, f"{count}: {outputs} x {inputs}", work, amounts, error, peers)
 
 
-def linear_q4(count: int, bench: Bench) -> Case:
-    """Return a case of the MLP's first matrix in 4 bits, beside torch's product of the same weights unpacked."""
+def linear_packed(kind: str, count: int, bench: Bench) -> Case:
+    """Return a case of the MLP's first matrix, packed, beside torch's product of the same weights unpacked."""
     ops, size, model = bench.clock.ops, bench.dtype.itemsize, bench.plan.model
     outputs, inputs = 2 * model.intermediate, model.hidden
     generator = torch.Generator().manual_seed(count)
-    numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=generator)
-    scales = (torch.rand((outputs, -(-inputs // GROUP)), generator=generator) / 8).half().float()
-    part = Groups(4, GROUP, numbers, scales, scales * 7)
-    weight_bytes = numbers.numel() // 2 + 2 * scales.nbytes
+    part = _groups(kind, outputs, inputs, generator)
+    weight_bytes = part.numbers.numel() * part.bits // 8 + part.scales.nbytes * (1 if part.mins is None else 2)
     copies = max(2, min(32, bench.plan.copies(weight_bytes)))
     x = _random(bench, count, inputs)
     packed = [ops.pack_groups(iter([part]), outputs, inputs, None) for _ in range(copies)]
@@ -289,7 +291,16 @@ def linear_q4(count: int, bench: Bench) -> Case:
         return [partial(F.linear, x, one) for one in _clones(bench, weight, copies)]
 
     shape = f"{count}: {outputs} x {inputs}"
-    return recorded(bench, "linear_q4", shape, work, amounts, error, {"F.linear, unpacked": calls})
+    return recorded(bench, f"linear_{kind}", shape, work, amounts, error, {"F.linear, unpacked": calls})
+
+
+def _groups(kind: str, outputs: int, inputs: int, generator: torch.Generator) -> Groups:
+    scales = (torch.rand((outputs, -(-inputs // GROUP)), generator=generator) / 8).half().float()
+    if kind == "fp8":
+        codes = torch.randn((outputs, inputs), generator=generator).to(torch.float8_e4m3fn).view(torch.uint8)
+        return Groups(8, GROUP, codes, scales, table="float8")
+    numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    return Groups(4, GROUP, numbers, scales, scales * 7)
 
 
 def torch_packs(dtype: torch.dtype) -> bool:

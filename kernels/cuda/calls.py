@@ -23,7 +23,7 @@ ROW_THREADS, ROW_VECTORS = 1024, 4  # norms.cu: THREADS, HELD
 ROW_MANY_VECTORS = 1 << 18
 """From so many on each thread of a norm takes two: about what the threads of all multiprocessors take at once."""
 
-PIECE_THREADS = 256  # activations.cu, gather.cu, rope.cu: THREADS; linear_q4.cu: UNPACK_THREADS
+PIECE_THREADS = 256  # activations.cu, gather.cu, rope.cu: THREADS; linear_packed.cu: UNPACK_THREADS
 COPIED = 4  # gather.cu
 MAX_GRID_Y = 65_535
 PADDING = -(2**31)
@@ -95,12 +95,29 @@ LOW_RANK = _struct(
     ("rank", "i4"),
 )
 
-Q4_THREADS, Q4_STAGES, Q4_TILE, Q4_UNIT, Q4_TILE_WORDS = 256, 2, 16, 128, 64  # linear_q4.cu: as there
-Q4_SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))
-"""TILES and COLUMNS of the kernels of linear_q4.cu."""
-Q4_WIDE = 16_384
+PACKED_THREADS, PACKED_STAGES, PACKED_TILE, PACKED_UNIT = 256, 2, 16, 128  # linear_packed.cu: as there
+PACKED_WIDE = 16_384
 """Outputs from which on two tiles a block are enough blocks for an H100."""
-LINEAR_Q4 = _struct(
+
+
+class Packing(NamedTuple):
+    """How kernels of linear_packed.cu hold the numbers of a matrix."""
+
+    name: str  # in the kernels' names
+    bits: int
+    shapes: tuple[tuple[int, int], ...]
+    """TILES and COLUMNS of its kernels; the last one is for many rows."""
+
+    @property
+    def tile_words(self) -> int:
+        """Return the uint4 of a tile and unit."""
+        return PACKED_TILE * PACKED_UNIT * self.bits // 128
+
+
+Q4 = Packing("q4", 4, ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4)))
+FP8 = Packing("fp8", 8, ((1, 1), (2, 1), (1, 2), (2, 2), (2, 4)))
+"""Rings of four tiles would not fit into the 99 KiB that sm_86 and sm_89 have."""
+LINEAR_PACKED = _struct(
     "x words scales mins bias out",
     ("stride", "i8"),
     ("rows", "i4"),
@@ -108,7 +125,7 @@ LINEAR_Q4 = _struct(
     ("outputs", "i4"),
     ("groups", "i4"),
 )
-UNPACK_Q4 = _struct("words scales mins out", ("inputs", "i4"), ("outputs", "i4"), ("groups", "i4"))
+UNPACK = _struct("words scales mins out", ("inputs", "i4"), ("outputs", "i4"), ("groups", "i4"))
 MOST_EXPERTS = 1024  # routing.cu: its block has a thread for each
 COMBINE_THREADS = 256  # routing.cu: THREADS
 ROUTE = _struct(
@@ -339,13 +356,14 @@ def low_rank(
     return first, second
 
 
-def q4_shape(rows: int, outputs: int) -> tuple[int, int]:
-    """Return which of Q4_SHAPES multiplies so many rows fastest on an H100; all give the same bits."""
-    tiles = 1 if outputs < Q4_WIDE else 2
-    return (tiles, 1) if rows <= 8 else (tiles, 2) if rows <= 16 else (4, 4)
+def packed_shape(packing: Packing, rows: int, outputs: int) -> tuple[int, int]:
+    """Return which shape multiplies so many rows fastest, of 4 bits on an H100; all give the same bits."""
+    tiles = 1 if outputs < PACKED_WIDE else 2
+    return (tiles, 1) if rows <= 8 else (tiles, 2) if rows <= 16 else packing.shapes[-1]
 
 
-def linear_q4(
+def linear_packed(
+    packing: Packing,
     dtype: str,
     rows: int,
     inputs: int,
@@ -360,28 +378,32 @@ def linear_q4(
     stride: int,
     shape: tuple[int, int] | None = None,
 ) -> Call:
-    """Return out = x weight^T + bias of a matrix in 4 bits, x [rows, inputs], out [rows, outputs] with `stride`.
+    """Return out = x weight^T + bias of a packed matrix, x [rows, inputs], out [rows, outputs] with `stride`.
 
-    group: inputs that share a scale. shape: another one than q4_shape gives. The arrays are those of linear_q4.cu.
+    group: inputs that share a scale. shape: another one than packed_shape gives. The arrays are those of
+    linear_packed.cu.
     """
     demand_vectors(inputs)
-    tiles, columns = shape or q4_shape(rows, outputs)
-    warps, width, block_rows = Q4_THREADS // WARP, tiles * Q4_TILE, columns * 8
-    groups = Q4_UNIT // group
-    ring = Q4_STAGES * tiles * (Q4_TILE_WORDS + groups * Q4_TILE // 4 * (2 if mins else 1)) * 16
+    tiles, columns = shape or packed_shape(packing, rows, outputs)
+    warps, width, block_rows = PACKED_THREADS // WARP, tiles * PACKED_TILE, columns * 8
+    groups = PACKED_UNIT // group
+    ring = PACKED_STAGES * tiles * (packing.tile_words + groups * PACKED_TILE // 4 * (2 if mins else 1)) * 16
     sums = block_rows * (width + 4) * 4
     grid = (-(-outputs // width), -(-_some(rows) // block_rows), 1)
-    params = _filled(LINEAR_Q4, (x, words, scales, mins, bias, out, stride, rows, inputs, outputs, groups))
-    return Call(f"linear_q4_t{tiles}c{columns}_{dtype}", grid, (Q4_THREADS, 1, 1), warps * max(ring, sums), params)
+    params = _filled(LINEAR_PACKED, (x, words, scales, mins, bias, out, stride, rows, inputs, outputs, groups))
+    name = f"linear_{packing.name}_t{tiles}c{columns}_{dtype}"
+    return Call(name, grid, (PACKED_THREADS, 1, 1), warps * max(ring, sums), params)
 
 
-def unpack_q4(dtype: str, inputs: int, outputs: int, group: int, words: int, scales: int, mins: int, out: int) -> Call:
-    """Return out [outputs, inputs], the weights of a matrix in 4 bits, each rounded once; see linear_q4."""
+def unpack(
+    packing: Packing, dtype: str, inputs: int, outputs: int, group: int, words: int, scales: int, mins: int, out: int
+) -> Call:
+    """Return out [outputs, inputs], the weights of a packed matrix, each rounded once; see linear_packed."""
     demand_vectors(inputs)
-    units = PIECE_THREADS // Q4_TILE_WORDS  # of a block
-    grid = (-(-outputs // Q4_TILE), -(-inputs // (Q4_UNIT * units)), 1)
-    params = _filled(UNPACK_Q4, (words, scales, mins, out, inputs, outputs, Q4_UNIT // group))
-    return Call(f"unpack_q4_{dtype}", grid, (PIECE_THREADS, 1, 1), 0, params)
+    units = PIECE_THREADS // packing.tile_words  # of a block
+    grid = (-(-outputs // PACKED_TILE), -(-inputs // (PACKED_UNIT * units)), 1)
+    params = _filled(UNPACK, (words, scales, mins, out, inputs, outputs, PACKED_UNIT // group))
+    return Call(f"unpack_{packing.name}_{dtype}", grid, (PIECE_THREADS, 1, 1), 0, params)
 
 
 def most_tiles(pairs: int, experts: int, tile_rows: int) -> int:

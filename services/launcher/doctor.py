@@ -16,10 +16,11 @@ import psutil
 from services.launcher import redis_server
 from services.launcher.check import Check
 from services.launcher.gpu_checks import judge
-from services.launcher.gpu_facts import Facts, device_files, gather, may_use_gpu
-from services.launcher.model_check import free_memory, memory_problem, model_problem, read_model
+from services.launcher.gpu_facts import Facts, device_files, gather
+from services.launcher.model_check import free_memory, memory_problem, model_problem, read_model, wants_gpu
 from services.launcher.rundir import RunDir
 from services.launcher.up import port_problem
+from services.worker.gpu_choice import demands_gpu
 from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.parts import part_names
 from shared.options import Values, build, without_password
@@ -176,7 +177,7 @@ def check_ranks(worker: WorkerSettings) -> list[Check]:
     if ranks == 1:
         return []
     detail = f"TP={worker.tp} x PP={worker.pp}: {ranks} processes"
-    on_gpu = may_use_gpu(worker) and ("cuda" in (worker.device, worker.kernels) or device_files())
+    on_gpu = wants_gpu(worker) and (demands_gpu(worker) or device_files())
     if on_gpu and (gpus := len(gather().devices)) < ranks:
         return [
             Check("ranks", "fail", f"{detail}, {counted(gpus, 'GPU')}", "one GPU a rank: lower TP or PP, or DEVICE=cpu")

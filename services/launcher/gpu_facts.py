@@ -16,10 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from shared.settings import WorkerSettings  # pydantic: an installation asks here before it is there
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, WSL
@@ -109,16 +106,6 @@ def gather() -> Facts:
 def device_files() -> bool:
     """Return whether a driver is loaded here. Costs nothing."""
     return any(Path(node).exists() for node in NODES)
-
-
-def may_use_gpu(worker: WorkerSettings) -> bool:
-    """Return whether a worker with these settings computes on a GPU that can be used, as its backend.py decides."""
-    if worker.device == "cpu":
-        return False
-    if "cuda" in (worker.device, worker.kernels):
-        return True
-    needs_cpu_kernels = worker.deterministic or worker.quantize == "int8" or worker.kv_dtype == "int8"
-    return worker.kernels == "auto" and not needs_cpu_kernels
 
 
 def device_count() -> int:

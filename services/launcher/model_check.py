@@ -18,12 +18,13 @@ from typing import Any
 import orjson
 import psutil
 
-from services.launcher.gpu_facts import device_files, gather_driver, may_use_gpu
+from services.launcher.gpu_facts import device_files, gather_driver
+from services.worker.gpu_choice import demands_gpu, may_use_gpu, stays_on_cpu
 from services.worker.models.config import DecoderConfig, load_config
 from services.worker.models.matrices import shapes, tables
 from services.worker.models.registry import FAMILIES
 from services.worker.models.stored import GPU_TYPES, HELD_BITS, Stored, read_stored, stored_of_gguf
-from shared.errors import ModelError
+from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.config import config_of
 from shared.models.gguf.reader import is_gguf, open_gguf
 from shared.models.hub import gguf_files, gguf_in, in_address, repository_of, require_local
@@ -74,20 +75,21 @@ class ModelFacts:
     dtype: str
     tensors: Mapping[str, tuple[int, ...]]  # shape by name; of dummy weights the matrices
     stored: Stored | None = None  # how the layers' matrices are quantized
-    packed_bits: Mapping[str, int] = field(default_factory=dict)  # name -> bits of a weight as the kernels hold it
+    packed_bits: Mapping[str, float] = field(default_factory=dict)  # name -> bits of a weight as the kernels hold it
     gpu_packed: frozenset[str] = frozenset()  # those of packed_bits that a GPU holds so, too
 
     def held_bytes(self, worker: WorkerSettings) -> int:
         """Return the memory that the weights take with these settings, all ranks of one replica together."""
         bits, total = 8 * _held_item_bytes(self.dtype, worker), 0
         unpacks_experts = _on_gpu(worker)
+        keeps = self.stored is not None and _keeps(self.stored, worker)
         for name, shape in self.tensors.items():
             count, is_matrix = math.prod(shape), len(shape) > 1 and not any(part in name for part in UNROUNDED)
-            kept = self.stored is not None and _keeps(self.stored, worker)
-            kept = kept and not (unpacks_experts and EXPERTS.search(name))
+            kept = keeps and not (unpacks_experts and EXPERTS.search(name))
             if name in self.packed_bits:
-                is_packed = kept and _packs_gguf(name, name in self.gpu_packed, bits, worker)
-                total += count * (self.packed_bits[name] if is_packed else bits)
+                is_fp8 = self.stored is not None and self.stored.method == "fp8"
+                is_packed = kept and (is_fp8 or _packs_gguf(name, name in self.gpu_packed, bits, worker))
+                total += int(count * (self.packed_bits[name] if is_packed else bits))
             elif self.stored is not None and name.endswith(WORDS):
                 word = 8 if name.endswith("_blocks") else 32
                 numbers, scale = word // self.stored.bits * count, 64 if self.stored.zeros else 32
@@ -107,7 +109,7 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
     config = read_config(model)
     stored = read_stored(config, str(model / "config.json"))
     tensors: dict[str, tuple[int, ...]] = {}
-    packed: dict[str, int] = {}
+    packed: dict[str, float] = {}
     if load_format == "dummy":
         if stored is not None:
             raise ModelError(
@@ -123,6 +125,8 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
                     tensors[name] = shape
                     if dtype == "I8":
                         packed[name] = 8
+                    elif dtype == "F8_E4M3" and stored is not None and stored.unit:
+                        packed[name] = 8 + 32 / stored.unit
     text = read_bounded(model / "tokenizer.json")
     _refuse_pointer(model / "tokenizer.json")
     try:
@@ -307,9 +311,9 @@ def _keeps(stored: Stored, worker: WorkerSettings) -> bool:
     if stored.rounds_rows:
         return True
     if _on_gpu(worker):
-        packs = stored.method == "gguf" or (stored.bits == 4 and stored.method != "mxfp4")  # of some tensors, or of all
+        packs = stored.method in ("gguf", "fp8") or (stored.bits == 4 and stored.method != "mxfp4")
         return stored.unit > 0 and packs and worker.kernels != "reference"
-    return stored.unit > 0 and worker.kernels in ("auto", "cpu")
+    return stored.unit > 0 and stored.method != "fp8" and worker.kernels in ("auto", "cpu")
 
 
 def _packs_gguf(name: str, gpu_packed: bool, bits: int, worker: WorkerSettings) -> bool:
@@ -320,8 +324,20 @@ def _packs_gguf(name: str, gpu_packed: bool, bits: int, worker: WorkerSettings) 
     return not is_table or (worker.tp == 1 and (bits == 32 or name == "lm_head.weight"))
 
 
+def wants_gpu(worker: WorkerSettings) -> bool:
+    """Return whether a worker takes a GPU that can be used, as it will decide itself where its model is here."""
+    if not may_use_gpu(worker):
+        return False
+    if demands_gpu(worker) or worker.quantize == "none":
+        return True
+    try:
+        return not stays_on_cpu(worker, load_config(gguf_in(worker.model)))
+    except (ModelError, ConfigurationError):  # the model is not here, or the worker will refuse what is said of it
+        return True
+
+
 def _on_gpu(worker: WorkerSettings) -> bool:
-    return may_use_gpu(worker) and ("cuda" in (worker.device, worker.kernels) or device_files())
+    return wants_gpu(worker) and (demands_gpu(worker) or device_files())
 
 
 def _check_directory(model: Path) -> None:

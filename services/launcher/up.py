@@ -26,7 +26,7 @@ from pydantic_settings import BaseSettings
 
 from services.hub.store import hold
 from services.launcher import redis_server
-from services.launcher.gpu_facts import cupy_packages, device_count, device_files, may_use_gpu, torch_cuda
+from services.launcher.gpu_facts import cupy_packages, device_count, device_files, torch_cuda
 from services.launcher.model_check import (
     expected_bytes,
     free_memory,
@@ -37,12 +37,14 @@ from services.launcher.model_check import (
     share_of,
     size_problem,
     sum_problem,
+    wants_gpu,
 )
 from services.launcher.placements import SleepingServices
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.rundir import RunDir, StackFacts
 from services.launcher.screen import Screen
 from services.launcher.supervisor import StackSupervisor
+from services.worker.gpu_choice import demands_gpu, refused_on_gpu
 from services.worker.models.config import check_split, load_config
 from services.worker.models.stored import read_stored
 from shared import kept_files
@@ -296,8 +298,7 @@ def kv_problem(worker: WorkerSettings) -> str:
 
 def unused_gpu(worker: WorkerSettings) -> str:
     """Return why a GPU that is here and may be used will not be used; empty when it will, or there is none."""
-    demanded = "cuda" in (worker.device, worker.kernels)
-    return "" if demanded or not may_use_gpu(worker) or not device_files() else cuda_problem()
+    return "" if demands_gpu(worker) or not wants_gpu(worker) or not device_files() else cuda_problem()
 
 
 def api_url(gateway: GatewaySettings) -> str:
@@ -398,7 +399,10 @@ def _check_model(launcher: LauncherSettings, worker: WorkerSettings, sources: st
         raise ConfigurationError(f"{problem} ({sources})")
     if problem := shape_problem(worker.model, worker.load_format):
         raise ConfigurationError(problem)
-    check_split(load_config(worker.model), worker.tp, worker.pp)
+    config = load_config(worker.model)
+    check_split(config, worker.tp, worker.pp)
+    if on_gpu(worker) and (refusal := refused_on_gpu(config, "give DEVICE=cpu")):
+        raise ConfigurationError(refusal)
     if problem := memory_problem(worker.model, worker, len(launcher.roles())):
         raise ConfigurationError(problem)
 
@@ -472,7 +476,7 @@ def check_addresses(replicas: int, worker: WorkerSettings) -> None:
 
 def on_gpu(worker: WorkerSettings) -> bool:
     """Will a worker with these settings compute on a GPU?"""
-    return device_files() and may_use_gpu(worker) and not unused_gpu(worker)
+    return device_files() and wants_gpu(worker) and not unused_gpu(worker)
 
 
 def replica_env(worker: WorkerSettings, number: int, replicas: int, gpu: int = -1, running: int = 0) -> dict[str, str]:

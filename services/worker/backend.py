@@ -17,12 +17,20 @@ from kernels import ops as kernel_ops
 from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import BuildError
 from kernels.cpu.library import Library, load
-from kernels.cuda.calls import BF16, MAX_NORM_HIDDEN, VECTOR, decode_block, tokens_per_item
 from kernels.cuda.device import Device
 from kernels.cuda.loader import CudaError
 from kernels.ops import AnyOps
+from services.worker.gpu_choice import (
+    BLOCK_TOKENS,
+    cpu_option,
+    demands_gpu,
+    lacks_kernels,
+    may_use_gpu,
+    refused_on_gpu,
+    stays_on_cpu,
+)
 from services.worker.models.config import DecoderConfig
-from services.worker.quantization import METHODS, STORED
+from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("orcinus.worker")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BLOCK_TOKENS = 16  # the C++ kernels' blocks are multiples of it, the CUDA kernels' are it times a power of two
 
 
 def choose(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
@@ -80,24 +87,19 @@ def gpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
 
 def _on_gpu(settings: WorkerSettings, config: DecoderConfig) -> bool:
     """Return whether to compute on a GPU. Raise ConfigurationError when one is demanded and cannot be used."""
-    option = _needs_cpu_kernels(settings)
-    if settings.device == "cuda" or settings.kernels == "cuda":
+    if demands_gpu(settings):
         asked = "DEVICE=cuda" if settings.device == "cuda" else "--kernels cuda"
         if settings.device == "cpu":
             raise ConfigurationError("--kernels cuda needs a GPU, and DEVICE=cpu rules it out; give DEVICE=cuda")
-        if option:
+        if option := cpu_option(settings):
             raise ConfigurationError(f"{option} is for CPUs alone and {asked} for a GPU: give up one of the two")
         if lack := _lacks_gpu():
             raise ConfigurationError(f"{asked}: {lack}")
         return True
-    if settings.device == "cpu" or settings.kernels != "auto" or option or not torch.cuda.is_available():
+    if not may_use_gpu(settings) or not torch.cuda.is_available():
         return False
-    if lack := _lacks_gpu():
+    if lack := _lacks_gpu() or stays_on_cpu(settings, config):
         log.warning("the GPU is not used: %s", lack)
-    elif settings.kv_dtype == "auto" and (option := _needs_kernels(settings)):  # fp8: _gpu refuses what they lack
-        lack = _lacks_kernels(settings, config, gpu_dtype(settings.dtype, config))
-        if lack:
-            log.warning("the GPU is not used: %s needs the cuda kernels there: %s", option, lack)
     return not lack
 
 
@@ -113,9 +115,10 @@ def _lacks_gpu() -> str:
 
 
 def _gpu(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
-    _demand_cuda_has(config, "give DEVICE=cpu")
+    if refusal := refused_on_gpu(config, "give DEVICE=cpu"):
+        raise ConfigurationError(refusal)
     dtype = gpu_dtype(settings.dtype, config)
-    lack = "" if settings.kernels == "reference" else _lacks_kernels(settings, config, dtype)
+    lack = "" if settings.kernels == "reference" else lacks_kernels(settings, config)
     if lack and settings.kernels == "cuda":
         raise ConfigurationError(f"--kernels cuda: {lack}")
     name = "reference" if lack or settings.kernels == "reference" else "cuda"
@@ -130,23 +133,15 @@ def _gpu(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch
 def _emulator(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
     if settings.device == "cuda":
         raise ConfigurationError("--kernels emulator runs on a CPU; give DEVICE=cpu, or --kernels cuda")
-    if option := _needs_cpu_kernels(settings):
+    if option := cpu_option(settings):
         raise ConfigurationError(f"{option} needs the cpu kernels; --kernels emulator has no such thing")
-    _demand_cuda_has(config, "give --kernels cpu")
+    if refusal := refused_on_gpu(config, "give --kernels cpu"):
+        raise ConfigurationError(refusal)
     dtype = gpu_dtype(settings.dtype, config)
-    if lack := _lacks_kernels(settings, config, dtype):
+    if lack := lacks_kernels(settings, config):
         raise ConfigurationError(f"--kernels emulator: {lack}")
     log.warning("a GPU is emulated, thread by thread: for tests only, it is slower than every other choice by far")
     return _created("emulator", torch.device("cpu")), dtype
-
-
-def _demand_cuda_has(config: DecoderConfig, remedy: str) -> None:
-    """Raise ConfigurationError for a checkpoint that the cuda kernels cannot multiply, unpacked or not."""
-    method = config.stored.method if config.stored else ""
-    if method and (backends := STORED[method].backends) and "cuda" not in backends:
-        raise ConfigurationError(
-            f"the checkpoint is in {method}, which {' and '.join(backends)} kernels multiply on a CPU alone; {remedy}"
-        )
 
 
 def _created(name: str, device: torch.device) -> AnyOps:
@@ -158,53 +153,13 @@ def _created(name: str, device: torch.device) -> AnyOps:
         raise ConfigurationError(str(error)) from error
 
 
-def _lacks_kernels(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> str:
-    """Return what of the model the cuda kernels cannot compute; nothing where they can all."""
-    blocks = settings.block_size // BLOCK_TOKENS
-    if settings.block_size % BLOCK_TOKENS or blocks & (blocks - 1):
-        raise ConfigurationError(f"--block-size {settings.block_size}: on a GPU it is 16, 32, 64, 128 or 256")
-    if config.family.is_encoder:
-        return "the model is an encoder, they have no kernels for attention both ways"
-    if config.family.names.sinks is not None:
-        return "the model has sinks of attention, they have no kernels for them"
-    if config.score_softcap or config.logit_softcap:
-        return "the model caps its scores and logits, they have no kernels for it"
-    if dtype == torch.float32:
-        return "the model is in float32, they compute in bfloat16 and float16 (--dtype bfloat16)"
-    mixture = config.mixture
-    if mixture and settings.quantize != "none":
-        return f"they hold experts in 16 bits, and --quantize {settings.quantize} would round them for nothing"
-    of_experts = (mixture.intermediate_size, mixture.shared_size) if mixture else ()
-    if wrong := [width for width in (config.hidden_size, config.intermediate_size, *of_experts) if width % VECTOR]:
-        return f"rows of {wrong[0]} numbers, they take multiples of {VECTOR}"
-    if config.hidden_size > MAX_NORM_HIDDEN:
-        return f"rows of {config.hidden_size} numbers, their norms take {MAX_NORM_HIDDEN} at most"
-    try:
-        tokens_per_item(config.head_dim, config.heads // config.kv_heads)
-        decode_block(BF16, config.head_dim, fp8=settings.kv_dtype == "fp8")
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _needs_cpu_kernels(settings: WorkerSettings) -> str | None:
-    """Return the option, if one is given, that only the cpu kernels can do."""
-    if settings.deterministic:
-        return "--deterministic"
-    if METHODS[settings.quantize].backends == ("cpu",):
-        return f"--quantize {settings.quantize}"
-    if settings.kv_dtype == "int8":
-        return "--kv-dtype int8"
-    return "--kernels cpu" if settings.kernels == "cpu" else None
-
-
-def _needs_kernels(settings: WorkerSettings) -> str | None:
+def _needs_kernels(settings: WorkerSettings) -> str:
     """Return the option, if one is given, that the reference kernels cannot do."""
     if METHODS[settings.quantize].backends:
         return f"--quantize {settings.quantize}"
     if settings.kv_dtype != "auto":
         return f"--kv-dtype {settings.kv_dtype}"
-    return _needs_cpu_kernels(settings)
+    return cpu_option(settings)
 
 
 def _library(settings: WorkerSettings) -> Library | None:

@@ -1,7 +1,8 @@
-"""Matrices that stay packed on the device, in 4 bits with a scale for each 128 or 32 inputs, and their products.
+"""Matrices that stay packed on the device, in 4 bits or fp8 with a scale for each 128 or 32 inputs, and their products.
 
-A few rows go through `linear_q4`, which unpacks in registers. For more the matrix is unpacked into the model's type in
-memory that is free again after the product, which is torch's. `kernels/cuda/src/linear_q4.cu` says how the words lie.
+A few rows go through `linear_packed`, which unpacks in registers. For more the matrix is unpacked into the model's type
+in memory that is free again after the product, which is torch's. `kernels/cuda/src/linear_packed.cu` says how the words
+lie.
 """
 
 from __future__ import annotations
@@ -17,24 +18,29 @@ from kernels.cuda import calls
 from kernels.cuda.device import Device, dtype_name, launch, pointer, put
 from kernels.ops import Groups
 
-FORMATS = frozenset({"int4-32", "int4-32-mins", "int4-128", "int4-128-mins"})
+FORMATS = frozenset({"int4-32", "int4-32-mins", "int4-128", "int4-128-mins", "float8-32", "float8-128"})
 """Those of Groups.weight_format that are held as they come."""
+PACKINGS = {packing.bits: packing for packing in (calls.Q4, calls.FP8)}
+"""By Groups.bits."""
 MOST_ROWS = 64
 """Of a product without unpacking. Beyond it the weights are unpacked and multiplied by torch."""
 
-TILE, UNIT = calls.Q4_TILE, calls.Q4_UNIT
+TILE, UNIT = calls.PACKED_TILE, calls.PACKED_UNIT
 _PLACES = tuple(4 * (i // 2 + i % 2 * 4) for i in range(8))
-"""Where each of 8 inputs lies in its word, in bits."""
+"""Where each of 8 inputs in 4 bits lies in its word, in bits."""
+_BYTES = (2, 0, 3, 1)
+"""Which of 4 inputs in fp8 each byte of a word holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix [outputs, inputs] as linear_q4.cu has it."""
+    """A matrix [outputs, inputs] as linear_packed.cu has it."""
 
+    packing: calls.Packing
     outputs: int
     inputs: int
     group: int
-    words: Tensor  # [tiles, units, 2, 32, 4] int32
+    words: Tensor  # [tiles, units, VECTORS of the packing, 32, 4] int32
     scales: Tensor  # [tiles, units, groups of a unit, TILE] float32
     mins: Tensor | None
     bias: Tensor | None  # [outputs] float32
@@ -49,8 +55,8 @@ def pack(gpu: Device, parts: Iterable[Groups], outputs: int, inputs: int, bias: 
     """Return the parts, one under the other. Raise ValueError for parts of another format, or too few or many rows."""
     calls.demand_vectors(inputs)
     tiles, units = -(-outputs // TILE), -(-inputs // UNIT)
-    numbers = _filled(gpu, (tiles * TILE, units * UNIT), torch.uint8, 8)
     weight_format, group, first = "", UNIT, 0
+    packing, numbers = calls.Q4, gpu.empty((0,), torch.uint8)
     scales: list[Tensor] = []
     for part in parts:
         if not weight_format:
@@ -58,6 +64,9 @@ def pack(gpu: Device, parts: Iterable[Groups], outputs: int, inputs: int, bias: 
             if weight_format not in FORMATS:
                 known = ", ".join(sorted(FORMATS))
                 raise ValueError(f"weights in {weight_format}: the cuda backend has no kernels for it, but for {known}")
+            packing = PACKINGS[part.bits]
+            zero = 0 if part.table else 8
+            numbers = _filled(gpu, (tiles * TILE, units * UNIT), torch.uint8, zero)
             held = (tiles * TILE, units * (UNIT // group))
             scales = [_filled(gpu, held, torch.float32, 0) for _ in range(1 if part.mins is None else 2)]
         rows, width = part.numbers.shape
@@ -72,13 +81,14 @@ def pack(gpu: Device, parts: Iterable[Groups], outputs: int, inputs: int, bias: 
         first += rows
     if first != outputs or not weight_format:
         raise ValueError(f"{first} rows were given for a weight of {outputs}")
-    words = _made(gpu, (tiles, units, 2, 32, 4), torch.int32, lambda: _words(numbers))
+    shape = (tiles, units, packing.tile_words // 32, 32, 4)
+    words = _made(gpu, shape, torch.int32, lambda: (_words if packing is calls.Q4 else _words_of_codes)(numbers))
     ordered = [
         _made(gpu, (tiles, units, UNIT // group, TILE), torch.float32, partial(_by_unit, values, units))
         for values in scales
     ]
     mins = ordered[1] if len(ordered) == 2 else None
-    return Quantized(outputs, inputs, group, words, ordered[0], mins, None if bias is None else put(gpu, bias))
+    return Quantized(packing, outputs, inputs, group, words, ordered[0], mins, None if bias is None else put(gpu, bias))
 
 
 def multiply(gpu: Device, x: Tensor, weight: Quantized, out: Tensor) -> None:
@@ -86,7 +96,8 @@ def multiply(gpu: Device, x: Tensor, weight: Quantized, out: Tensor) -> None:
     if x.shape[0] > MOST_ROWS:
         _multiply_unpacked(gpu, x, weight, out)
         return
-    call = calls.linear_q4(
+    call = calls.linear_packed(
+        weight.packing,
         dtype_name(x.dtype),
         x.shape[0],
         weight.inputs,
@@ -116,7 +127,8 @@ def _multiply_unpacked(gpu: Device, x: Tensor, weight: Quantized, out: Tensor) -
 def unpacked(gpu: Device, weight: Quantized, dtype: torch.dtype) -> Tensor:
     """Return the weights, [outputs, inputs], each rounded once to the type."""
     out = gpu.empty((weight.outputs, weight.inputs), dtype)
-    call = calls.unpack_q4(
+    call = calls.unpack(
+        weight.packing,
         dtype_name(dtype),
         weight.inputs,
         weight.outputs,
@@ -149,7 +161,7 @@ def _put_rows(gpu: Device, values: Tensor, target: Tensor, first: int) -> None:
 
 
 def _words(numbers: Tensor) -> Tensor:
-    """Return [tiles, units, 2, 32, 4] int32 of numbers [tiles * TILE, units * UNIT] uint8."""
+    """Return [tiles, units, 2, 32, 4] int32 of numbers [tiles * TILE, units * UNIT] uint8, below 16."""
     rows, width = numbers.shape
     words = torch.zeros((rows, width // 8), dtype=torch.int32, device=numbers.device)
     for i, place in enumerate(_PLACES):
@@ -157,6 +169,15 @@ def _words(numbers: Tensor) -> Tensor:
     # [tile, half (output g or g + 8), g, unit, v, chunk of v, t] -> [tile, unit, v, g, t, chunk of v, half]
     cut = words.view(rows // TILE, 2, 8, width // UNIT, 2, 2, 4)
     return cut.permute(0, 3, 4, 2, 6, 5, 1).reshape(rows // TILE, width // UNIT, 2, 32, 4)
+
+
+def _words_of_codes(codes: Tensor) -> Tensor:
+    """Return [tiles, units, 4, 32, 4] int32 of codes [tiles * TILE, units * UNIT] uint8."""
+    rows, width = codes.shape
+    # [tile, half (output g or g + 8), g, unit, chunk, t, word, byte] -> [tile, unit, chunk, g, t, half, word, byte]
+    cut = codes.view(rows // TILE, 2, 8, width // UNIT, 4, 4, 2, 4)[..., _BYTES]
+    ordered = cut.permute(0, 3, 4, 2, 5, 1, 6, 7).contiguous()
+    return ordered.view(torch.int32).view(rows // TILE, width // UNIT, 4, 32, 4)
 
 
 def _by_unit(values: Tensor, units: int) -> Tensor:

@@ -4,6 +4,7 @@
 // code * scale in float32, rounded to the type that attention reads (CacheShape of kernels/ops.py). The scale is NaN
 // where a number is infinite or NaN. A slab of a KV head, SLAB tokens, lies in one piece: codes [SLAB][head_dim], then
 // scales [SLAB].
+// The weights of fp8 checkpoints are such codes, too, with scales of their own (linear_packed.cu).
 #pragma once
 #include "numbers.cuh"
 
@@ -43,10 +44,22 @@ __device__ __forceinline__ uint2 encode(const float (&x)[VECTOR], float scale) {
   return make_uint2(words[0], words[1]);
 }
 
-// Two codes, each in the upper byte of a half of the word, to float32 numbers that are 2^8 times smaller: the fields of
-// a code are those of such a float16.
+// Two codes, each in the upper byte of a half of the word, as two numbers of T with the fields of the codes: those of
+// float16 are 2^8 times smaller than what the codes stand for, those of bfloat16 2^120 times. Codes of NaN become 480.
+template <typename T>
+__device__ __forceinline__ uint32_t fields(uint32_t codes);
+template <>
+__device__ __forceinline__ uint32_t fields<f16>(uint32_t codes) {
+  return (codes & 0x80008000u) | (codes >> 1 & 0x3f803f80u);
+}
+template <>
+__device__ __forceinline__ uint32_t fields<bf16>(uint32_t codes) {
+  return (codes & 0x80008000u) | (codes >> 4 & 0x07f007f0u);
+}
+
+// Two such codes as float32 numbers that are 2^8 times smaller.
 __device__ __forceinline__ void decode(uint32_t codes, float& low, float& high) {
-  unpack<f16>((codes & 0x80008000u) | (codes >> 1 & 0x3f803f80u), low, high);
+  unpack<f16>(fields<f16>(codes), low, high);
 }
 
 // The numbers of eight codes of a token.

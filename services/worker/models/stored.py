@@ -40,11 +40,12 @@ class Stored:
     @property
     def unit(self) -> int:
         """Return the largest group of a kernel that the groups can be cut into; 0 where they have to be unpacked."""
-        if self.method == "fp8" or self.rounds_rows or not self.in_order:
+        if self.rounds_rows or not self.in_order:
             return 0
         if self.method == "gguf":
             return self.group
-        return next((unit for unit in UNITS if self.group % unit == 0), 0)
+        group = self.block[1] if self.method == "fp8" else self.group
+        return next((unit for unit in UNITS if group % unit == 0), 0)
 
 
 def read_stored(config: Mapping[str, Any], where: str) -> Stored | None:

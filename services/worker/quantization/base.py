@@ -135,7 +135,7 @@ class LinearMethod(ABC):
         return ops.linear(x, packed)
 
     @abstractmethod
-    def weight_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    def weight_bytes(self, ops: AnyOps, outputs: int, inputs: int, dtype: torch.dtype) -> int:
         """Return the bytes that one multiplication has to read of a weight; `dtype` is the model's."""
 
 

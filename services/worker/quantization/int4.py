@@ -32,7 +32,7 @@ class Int4(LinearMethod):
         for piece in super().read(source, matrix, torch.float32):
             yield rounded(piece) if isinstance(piece, Tensor) else piece
 
-    def weight_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    def weight_bytes(self, ops: AnyOps, outputs: int, inputs: int, dtype: torch.dtype) -> int:
         return outputs * inputs // 2 + SCALE_BYTES * outputs * -(-inputs // GROUP)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.ops import AnyOps
 from services.worker.quantization.base import LinearMethod
 
 SCALE_BYTES = 4  # float32
@@ -19,5 +20,5 @@ class Int8(LinearMethod):
     backends = ("cpu",)
     weight_format = "int8"  # kernels/cpu/src/formats/int8.h
 
-    def weight_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    def weight_bytes(self, ops: AnyOps, outputs: int, inputs: int, dtype: torch.dtype) -> int:
         return outputs * inputs + SCALE_BYTES * outputs

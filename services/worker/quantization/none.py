@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.ops import AnyOps
 from services.worker.quantization.base import LinearMethod
 
 
@@ -12,5 +13,5 @@ class Unquantized(LinearMethod):
 
     name = "none"
 
-    def weight_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    def weight_bytes(self, ops: AnyOps, outputs: int, inputs: int, dtype: torch.dtype) -> int:
         return outputs * inputs * dtype.itemsize

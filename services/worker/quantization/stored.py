@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from math import gcd
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class StoredMethod(LinearMethod):
     """A quantized checkpoint; a matrix of which it has `.weight` in a float type is plain."""
 
     name = "none"
+    number: ClassVar[str] = "int"
+    """How the names of its Groups.weight_format begin."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
@@ -50,17 +53,21 @@ class StoredMethod(LinearMethod):
         self.check(source, matrix)
         return self.read_stored(source, matrix, dtype)
 
-    def weight_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    def weight_bytes(self, ops: AnyOps, outputs: int, inputs: int, dtype: torch.dtype) -> int:
         """Return the bytes of a quantized matrix; the few that stay plain take more."""
         unit = self.stored.unit
-        if not unit:
+        if not self.is_packed(ops):
             return outputs * inputs * dtype.itemsize
         scales = outputs * -(-inputs // unit) * (8 if self.stored.zeros else 4)
         return outputs * inputs * self.stored.bits // 8 + scales
 
     def numerics(self, ops: AnyOps, dtype: torch.dtype) -> str:
-        packed = self.stored.unit and any(name.startswith(f"int{self.stored.bits}-") for name in ops.group_formats)
-        return ops.group_numerics(dtype) if packed else ""
+        return ops.group_numerics(dtype) if self.is_packed(ops) else ""
+
+    def is_packed(self, ops: AnyOps) -> bool:
+        """Return whether the backend multiplies matrices as they are packed."""
+        name = f"{self.number}{self.stored.bits}-"
+        return self.stored.unit > 0 and any(known.startswith(name) for known in ops.group_formats)
 
     @abstractmethod
     def check_stored(self, source: Source, matrix: Matrix) -> None:
@@ -105,7 +112,7 @@ class StoredMethod(LinearMethod):
         are 8 (or 128) above their values. group_of: [columns], where the groups do not follow each other.
         """
         bits = self.stored.bits
-        if group_of is None and (unit := self._unit(columns)):
+        if group_of is None and (unit := unit_of(self.stored.group, columns)):
             at = self._group_of(torch.arange(columns.start, columns.stop, unit))
             some = scales[:, at].contiguous()
             return Groups(bits, unit, numbers.contiguous(), some, None if zeros is None else some * zeros[:, at])
@@ -117,14 +124,17 @@ class StoredMethod(LinearMethod):
     def _group_of(self, inputs: Tensor) -> Tensor:
         return inputs // self.stored.group if self.stored.group else torch.zeros_like(inputs)
 
-    def _unit(self, columns: range) -> int:
-        """Return the largest group of the kernels that these columns can be cut into; 0 where there is none."""
-        group = self.stored.group
-        return next((unit for unit in UNITS if not group or gcd(columns.start, group) % unit == 0), 0)
-
     @staticmethod
     def _is_plain(source: Source, matrix: Matrix) -> bool:
         return matrix.tensor in source and source.dtype(matrix.tensor) in FLOATS
+
+
+def unit_of(group: int, columns: range) -> int:
+    """Return the largest group of the kernels that these columns can be cut into; 0 where there is none.
+
+    group: inputs that share a scale, 0 for all.
+    """
+    return next((unit for unit in UNITS if not group or gcd(columns.start, group) % unit == 0), 0)
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:

@@ -43,7 +43,7 @@ class W8A8(StoredMethod):
             numbers = some.view(torch.uint8).bitwise_xor_(128)  # 128 above
             yield Groups(8, matrix.inputs, numbers, scales[rows.start : rows.stop].contiguous(), rounds_rows=True)
 
-    def weight_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    def weight_bytes(self, ops: AnyOps, outputs: int, inputs: int, dtype: torch.dtype) -> int:
         return outputs * inputs + SCALE_BYTES * outputs
 
     def numerics(self, ops: AnyOps, dtype: torch.dtype) -> str:

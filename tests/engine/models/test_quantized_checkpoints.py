@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.cpu.library import load
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.backend import Packed as PlainOnDevice
+from kernels.cuda.operations import quantized
 from kernels.cuda.operations.quantized import Quantized
 from kernels.ops import Groups
 from services.worker.models.checkpoint import Checkpoint
@@ -35,7 +36,7 @@ from tests.engine.emulated import GAP, emulated
 from tests.kernels.cuda.programs import device_of
 from tests.support.checkpoints.gguf import write_model
 from tests.support.checkpoints.models import Reference, make_llama, random_prompts
-from tests.support.checkpoints.quantized import Format, add_config, words, write_quantized
+from tests.support.checkpoints.quantized import Format, words, write_fp8, write_quantized
 from tests.support.compiler import demand_compiler
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -56,6 +57,14 @@ CASES = (
     (Format("gptq", 8, first_zeros=False), "int8-128-mins"),
 )
 """And the format that the matrices are held in; empty where no kernel has it."""
+FP8 = (
+    ("fp8", (0, 0), "float8-128"),
+    ("fp8", (128, 128), "float8-128"),
+    ("fp8", (64, 48), ""),
+    ("compressed-tensors", (1, 0), "float8-128"),
+    ("compressed-tensors", (64, 32), "float8-32"),
+)
+"""Method, outputs and inputs of a block, 0 for all, and the format that the matrices are read in."""
 NAMES = [f"{kind.method}-{kind.bits}-{kind.group}{'-order' * kind.act_order}" for kind, _ in CASES]
 
 
@@ -234,50 +243,44 @@ def test_int4_of_a_plain_checkpoint_gives_the_tokens_of_rounded_weights(tmp_path
     assert_tokens(reference, tmp_path / "plain", "cpu", quantize="int4")
 
 
-@pytest.mark.parametrize(
-    ("method", "block"),
-    [("fp8", (0, 0)), ("fp8", (64, 48)), ("compressed-tensors", (1, 0)), ("compressed-tensors", (64, 48))],
-)
-def test_fp8_weights_are_unpacked_by_their_scales(tmp_path: Path, method: str, block: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("method", "block", "held"), FP8, ids=str)
+def test_fp8_weights_are_read_to_the_bit_and_give_their_tokens(
+    tmp_path: Path, method: str, block: tuple[int, int], held: str
+) -> None:
     make_llama(tmp_path / "plain", seed=8, requests=1, output_tokens=1, **SIZES)
     model = tmp_path / "quantized"
-    shutil.copytree(tmp_path / "plain", model)
-    stored, written, meant = load_file(model / "model.safetensors"), {}, {}
-    for name, weight in stored.items():
-        if ".layers." not in name or weight.ndim != 2:
-            written[name] = weight
-            continue
-        down, across = block[0] or weight.shape[0], block[1] or weight.shape[1]
-        scales = torch.empty(-(-weight.shape[0] // down), -(-weight.shape[1] // across))
-        numbers, exact = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
-        for i in range(scales.shape[0]):
-            for j in range(scales.shape[1]):
-                here = (slice(i * down, (i + 1) * down), slice(j * across, (j + 1) * across))
-                scales[i, j] = weight[here].abs().max() / 448
-                numbers[here] = (weight[here] / scales[i, j]).to(torch.float8_e4m3fn)
-                exact[here] = numbers[here].float() * scales[i, j]
-        written[name], meant[name] = numbers, exact
-        suffix = "_scale_inv" if method == "fp8" and all(block) else "_scale"
-        written[name + suffix] = scales if block[0] else scales.reshape(())
-    save_file(written, model / "model.safetensors", {"format": "pt"})
-    if method == "compressed-tensors":
-        weights: dict[str, object] = {"num_bits": 8, "type": "float", "strategy": "channel"}
-        if all(block):
-            weights |= {"strategy": "block", "block_structure": list(block)}
-        scheme = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
-        given = {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": {"group_0": scheme},
-        }
-    else:
-        given = {"quant_method": "fp8", "weight_block_size": list(block) if block[0] else None}
-    add_config(model, quantization_config=given)
+    meant = write_fp8(tmp_path / "plain", model, method, block)
     for name, weight in meant.items():
-        rows, columns = range(3, weight.shape[0]), range(5, weight.shape[1])
-        assert torch.equal(plain(read(model, name, weight, rows, columns)), weight[3:, 5:]), name
-    save_file({**stored, **meant}, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+        outputs, inputs = weight.shape
+        for columns, cut in ((range(inputs), held), (range(5, inputs), held if not block[1] else "")):
+            part = read(model, name, weight, range(3, outputs), columns)
+            assert {piece.weight_format if isinstance(piece, Groups) else "" for piece in part} == {cut}
+            assert torch.equal(plain(part), weight[3:, columns.start :]), name
     assert_tokens(Reference(tmp_path / "plain"), model, "reference", count=1)
+
+
+@pytest.mark.parametrize(("method", "block", "held"), FP8, ids=str)
+def test_fp8_on_an_emulated_gpu_stays_in_8_bits_and_gives_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, block: tuple[int, int], held: str
+) -> None:
+    demand_compiler()
+    make_llama(tmp_path / "plain", seed=9, requests=1, output_tokens=1, **EMULATED)
+    meant = write_fp8(tmp_path / "plain", tmp_path / "quantized", method, block)
+    reference, prompts = Reference(tmp_path / "plain"), random_prompts(12, (30, 80), 3)
+    tokens, gaps = reference.run(prompts, 8)
+    clear = [at for at, gap in enumerate(gaps) if gap > GAP]
+    assert len(clear) >= 4
+    engine = emulated(monkeypatch, tmp_path / "quantized", 1, max_step_tokens=96, max_input_tokens=88, kv_blocks=30)
+    down, ops = engine.decoder.layers[0].mlp.down_proj.weight, engine.ops
+    assert isinstance(down, Quantized if held else PlainOnDevice)
+    assert isinstance(ops, CudaOps)
+    unpacked = down.weight if isinstance(down, PlainOnDevice) else quantized.unpacked(ops.gpu, down, torch.float16)
+    ops.mark().wait()
+    assert torch.equal(unpacked.cpu(), meant["model.layers.0.mlp.down_proj.weight"].half())
+    assert engine.info().numerics == f"emulator float16 none{' packed' if held else ''}"
+    engine.warm_up()
+    engine.reset()
+    assert generated(engine, [prompts[at] for at in clear], 8) == [tokens[at] for at in clear]
 
 
 def test_a_zero_point_of_sixteen_is_one_more_than_fits_in_gptq(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def stored(given: Any) -> Stored | None:
     [
         (compressed(), Stored("compressed-tensors", 4, 128), 128),
         (compressed(weights={**WEIGHTS, "symmetric": False}), Stored("compressed-tensors", 4, 128, zeros=True), 128),
-        (compressed("float-quantized", FP8, input_activations={"num_bits": 8}), Stored("fp8", 8), 0),
-        (compressed("float-quantized", {**FP8, **BLOCKS}), Stored("fp8", 8, block=(128, 64)), 0),
+        (compressed("float-quantized", FP8, input_activations={"num_bits": 8}), Stored("fp8", 8), 128),
+        (compressed("float-quantized", {**FP8, **BLOCKS}), Stored("fp8", 8, block=(128, 64)), 32),
         (w8a8(), Stored("w8a8", 8, block=(1, 0)), 0),
         (w8a8({"strategy": "tensor", "actorder": "static"}), Stored("w8a8", 8), 0),
         ({**AWQ, "group_size": 64}, Stored("awq", 4, 64, zeros=True), 32),
@@ -51,7 +51,7 @@ def stored(given: Any) -> Stored | None:
         ({**GPTQ, "format": "gptq_v2"}, Stored("gptq", 4, 128, zeros=True), 128),
         ({**GPTQ, "desc_act": True}, Stored("gptq", 4, 128, zeros=True, zero_offset=1, in_order=False), 0),
         ({**GPTQ, "desc_act": True, "group_size": -1}, Stored("gptq", 4, 0, zeros=True, zero_offset=1), 128),
-        ({"quant_method": "fp8", "weight_block_size": [128, 64]}, Stored("fp8", 8, block=(128, 64)), 0),
+        ({"quant_method": "fp8", "weight_block_size": [128, 64]}, Stored("fp8", 8, block=(128, 64)), 32),
         (None, None, 0),
     ],
 )

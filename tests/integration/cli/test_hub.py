@@ -467,6 +467,13 @@ EXPERTS = {f"layers.0.mlp.experts.{at}.gate_proj.weight": (8, 4) for at in range
 MIXTURE = {**EXPERTS, "layers.0.mlp.gate.weight": (16, 4)}
 GPTQ = {"norm.weight": (64,), "up.qweight": (8, 64), "up.qzeros": (2, 8), "up.scales": (2, 64), "up.g_idx": (64,)}
 AWQ = {"up.qweight": (128, 8), "up.qzeros": (2, 8), "up.scales": (2, 64)}
+FP8 = {
+    "norm.weight": (32,),
+    "mlp.up.weight": (40, 128),
+    "mlp.experts.0.up.weight": (8, 128),
+    "up.weight_scale": (40, 1),
+}
+FP8_BITS = {"mlp.up.weight": 8.25, "mlp.experts.0.up.weight": 8.25}
 W8A8 = {"norm.weight": (32,), "up.weight": (40, 8), "up.weight_scale": (40, 1)}
 IN_ONE = {"experts.gate_up_proj": (4, 64, 96), "experts.gate_up_proj_bias": (4, 96), "mlp.router.weight": (4, 64)}
 MXFP4 = {
@@ -513,6 +520,12 @@ MXFP4_NUMBERS = 4 * 8 * 64
             (ModelFacts("bfloat16", W8A8, Stored("w8a8", 8), {"up.weight": 8}), {"kernels": kernels}, 40 * 8 + 2 * 32)
             for kernels in ("auto", "reference")
         ),
+        (ModelFacts("bfloat16", FP8, Stored("fp8", 8), FP8_BITS), {}, 2 * (48 * 128 + 32)),  # unpacked
+        (ModelFacts("bfloat16", FP8, Stored("fp8", 8), FP8_BITS), {"device": "cuda"}, 40 * 132 + 2 * (8 * 128 + 32)),
+        (
+            ModelFacts("bfloat16", FP8, Stored("fp8", 8), FP8_BITS), {"device": "cuda", "kernels": "reference"},
+            2 * (48 * 128 + 32),
+        ),
         (ModelFacts("bfloat16", {"up.weight_packed": (40, 8)}, Stored("w8a8", 8)), {}, 40 * 8 * 4 * 2),  # refused later
         (ModelFacts("bfloat16", MXFP4, Stored("mxfp4", 4, 32)), {}, MXFP4_NUMBERS * 5 // 8 + 2 * (32 + 512)),
         (
@@ -538,6 +551,12 @@ def test_experts_in_4_bits_are_expected_unpacked_on_a_gpu() -> None:
     assert expected_bytes(config, 1000, WorkerSettings(device="cpu")) == 1000
 
 
+def test_fp8_is_expected_unpacked_but_for_a_gpu() -> None:
+    config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert expected_bytes(config, 1000, WorkerSettings(device="cuda")) == 1000
+    assert expected_bytes(config, 1000, WorkerSettings(device="cpu")) == 2000
+
+
 def test_matrices_in_8_bits_are_found_in_the_headers(tmp_path: Path) -> None:
     from tests.support.checkpoints.models import make_llama  # most processes of a run need no transformers
     from tests.support.checkpoints.w8a8 import write_w8a8
@@ -545,6 +564,16 @@ def test_matrices_in_8_bits_are_found_in_the_headers(tmp_path: Path) -> None:
     make_llama(tmp_path / "plain", requests=1, output_tokens=1)
     written = write_w8a8(tmp_path / "plain", tmp_path / "w8a8", ignore=("k_proj",))
     assert read_model(tmp_path / "w8a8").packed_bits == {f"{name}.weight": 8 for name in written}
+
+
+def test_matrices_in_fp8_are_found_in_the_headers(tmp_path: Path) -> None:
+    from tests.support.checkpoints.models import make_llama  # most processes of a run need no transformers
+    from tests.support.checkpoints.quantized import write_fp8
+
+    for block, bits in (((0, 0), 8.25), ((64, 32), 9), ((64, 48), 0)):
+        make_llama(tmp_path / f"{block}-plain", requests=1, output_tokens=1)
+        written = write_fp8(tmp_path / f"{block}-plain", tmp_path / f"{block}", "fp8", block)
+        assert read_model(tmp_path / f"{block}").packed_bits == (dict.fromkeys(written, bits) if bits else {})
 
 
 def test_size_of_a_model_with_images_is_that_of_its_text(tmp_path: Path) -> None:

@@ -125,10 +125,12 @@ def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
         "route": lambda: test_experts.test_rows_are_given_to_experts_and_sorted_by_them(order, 70, 128, 8, True, 16),
         "sample": lambda: sample(order, sizes),
         "select_rows": lambda: rows.test_select_takes_the_rows_that_sample_and_leaves_padding_alone(order, sizes.width),
-        "unpack_q4": lambda: quantized.check_unpacked(order, dtype, (32, True), sizes.width),
+        "unpack_q4": lambda: quantized.check_unpacked(order, dtype, quantized.Kind(32, True), sizes.width),
+        "unpack_fp8": lambda: quantized.check_unpacked(order, dtype, quantized.Kind(128, fp8=True), sizes.width),
     }
-    if shape := re.fullmatch(r"linear_q4_t(\d)c(\d)", named[1]):
-        quantized.check(order, dtype, sizes.packed, (32, True), (int(shape[1]), int(shape[2])))
+    if shape := re.fullmatch(r"linear_(q4|fp8)_t(\d)c(\d)", named[1]):
+        kind = quantized.Kind(32, True) if shape[1] == "q4" else quantized.Kind(128, fp8=True)
+        quantized.check(order, dtype, sizes.packed, kind, (int(shape[2]), int(shape[3])))
         return
     runs[named[1]]()
 
@@ -183,7 +185,7 @@ class Plant(NamedTuple):
     kernel: str
 
 
-PACKED = "linear_q4_t2c1_bf16"
+PACKED, FP8 = "linear_q4_t2c1_bf16", "linear_fp8_t2c1_bf16"
 CODED, CODED_PREFILL = "attention_decode_fp8_bf16_d64", "attention_prefill_fp8_f16_d64"
 DECODE, PREFILL, WGMMA = "attention_decode_bf16_d64", "attention_prefill_f16_d96", "attention_prefill_sm90_bf16_d64"
 WGMMA_FILE = "attention/attention_prefill_sm90.cu"
@@ -262,20 +264,20 @@ PLANTS = {
     "prefill of fp8, a piece is read before all warps have widened": Plant(
         "attention/attention_prefill.cu", "PIECE, slab);\n      __syncthreads();", "PIECE, slab);", CODED_PREFILL
     ),
-    "4 bits, a unit is read without __syncwarp": Plant(
-        "linear_q4.cu", "__syncwarp();  // the unit is there", "// the unit is there", PACKED
+    "packed, a unit is read without __syncwarp": Plant(
+        "linear_packed.cu", "__syncwarp();  // the unit is there", "// the unit is there", PACKED
     ),
-    "4 bits, the wait is for one group too few": Plant(
-        "linear_q4.cu", "STAGES - 2>();\n    __syncwarp();", "STAGES - 1>();\n    __syncwarp();", PACKED
+    "packed, the wait is for one group too few": Plant(
+        "linear_packed.cu", "STAGES - 2>();\n    __syncwarp();", "STAGES - 1>();\n    __syncwarp();", FP8
     ),
-    "4 bits, the unit that is read is filled anew": Plant(
-        "linear_q4.cu", "slot == 0 ? STAGES - 1 : slot - 1);\n    const auto", "slot);\n    const auto", PACKED
+    "packed, the unit that is read is filled anew": Plant(
+        "linear_packed.cu", "slot == 0 ? STAGES - 1 : slot - 1);\n    const auto", "slot);\n    const auto", FP8
     ),
-    "4 bits, sums take the place of rings too early": Plant(
-        "linear_q4.cu", "__syncthreads();  // the rings", "// the rings", PACKED
+    "packed, sums take the place of rings too early": Plant(
+        "linear_packed.cu", "__syncthreads();  // the rings", "// the rings", PACKED
     ),
-    "4 bits, sums of slices are added without a barrier": Plant(
-        "linear_q4.cu", "STRIDE, STRIDE);\n  __syncthreads();", "STRIDE, STRIDE);", PACKED
+    "packed, sums of slices are added without a barrier": Plant(
+        "linear_packed.cu", "STRIDE, STRIDE);\n  __syncthreads();", "STRIDE, STRIDE);", PACKED
     ),
     "wgmma, copies are read without a fence": Plant(
         WGMMA_FILE, "    fence_for_wgmma();\n", "", WGMMA

@@ -168,6 +168,41 @@ def write_quantized(plain: Path, target: Path, kind: Format, seed: int = 0) -> d
     return meant
 
 
+def write_fp8(plain: Path, target: Path, method: str, block: tuple[int, int]) -> dict[str, Tensor]:
+    """As write_quantized, in e4m3fn. block: outputs and inputs that share a scale, 0 for all."""
+    shutil.copytree(plain, target)
+    stored = load_file(plain / "model.safetensors")
+    meant: dict[str, Tensor] = {}
+    written: dict[str, Tensor] = {}
+    for name, weight in stored.items():
+        if ".layers." not in name or weight.ndim != 2:
+            written[name] = weight
+            continue
+        down, across = block[0] or weight.shape[0], block[1] or weight.shape[1]
+        scales = torch.empty(-(-weight.shape[0] // down), -(-weight.shape[1] // across))
+        numbers, exact = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                here = (slice(i * down, (i + 1) * down), slice(j * across, (j + 1) * across))
+                scales[i, j] = weight[here].abs().max() / 448
+                numbers[here] = (weight[here] / scales[i, j]).to(torch.float8_e4m3fn)
+                exact[here] = numbers[here].float() * scales[i, j]
+        written[name], meant[name] = numbers, exact
+        suffix = "_scale_inv" if method == "fp8" and all(block) else "_scale"
+        written[name + suffix] = scales if block[0] else scales.reshape(())
+    save_file({**stored, **meant}, plain / "model.safetensors", {"format": "pt"})
+    save_file(written, target / "model.safetensors", {"format": "pt"})
+    config: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": list(block) if block[0] else None}
+    if method == "compressed-tensors":
+        weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel"}
+        if all(block):
+            weights |= {"strategy": "block", "block_structure": list(block)}
+        scheme = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
+        config = {"quant_method": method, "format": "float-quantized", "config_groups": {"group_0": scheme}}
+    add_config(target, quantization_config=config)
+    return meant
+
+
 def add_config(model: Path, **fields: Any) -> None:
     """Set fields of config.json."""
     path = model / "config.json"

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.launcher import doctor, model_check, up
 from services.launcher.gpu_facts import Facts
-from shared.settings import WorkerSettings
+from shared.errors import ConfigurationError
+from shared.settings import LauncherSettings, WorkerSettings
 
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 100, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "dtype": "bfloat16", "hidden_act": "silu",
+}  # fmt: skip
 ON_CPU: list[dict[str, Any]] = [
     {"device": "cpu"}, {"kernels": "cpu"}, {"kernels": "reference"}, {"kernels": "emulator"}, {"deterministic": True},
     {"quantize": "int8"}, {"kv_dtype": "int8"},
 ]  # fmt: skip
 ON_GPU: list[dict[str, Any]] = [
-    {}, {"device": "cuda"}, {"kernels": "cuda"}, {"device": "cuda", "kernels": "reference"}, {"quantize": "int4"},
-    {"kv_dtype": "fp8"},
+    {}, {"device": "cuda"}, {"kernels": "cuda"}, {"device": "cuda", "kernels": "reference"}, {"kv_dtype": "fp8"},
 ]  # fmt: skip
 
 
@@ -59,6 +66,51 @@ def test_other_settings_expect_the_gpu_and_compile_nothing(given: dict[str, Any]
     assert "CUDA_VISIBLE_DEVICES" in up.replica_env(worker, 1, 2)
     (ranks,) = doctor.check_ranks(WorkerSettings(tp=2, **given))
     assert "GPUs" in ranks.detail
+
+
+@pytest.mark.usefixtures("usable_gpu")
+@pytest.mark.parametrize(
+    ("config", "given", "on_gpu"),
+    [
+        (LLAMA, {}, True),
+        (LLAMA | {"dtype": "float32"}, {}, False),
+        (LLAMA | {"dtype": "float32"}, {"dtype": "bfloat16"}, True),
+        (LLAMA | {"dtype": "float32"}, {"quantize": "none"}, True),
+        (LLAMA | {"dtype": "float32"}, {"device": "cuda"}, True),  # where the worker refuses
+        (LLAMA | {"dtype": "float32"}, {"kv_dtype": "fp8"}, True),  # here, too
+        (
+            LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+            {},
+            False,
+        ),
+        (LLAMA, {"block_size": 48}, True),  # here, too
+        (None, {}, True),
+    ],
+)
+def test_int4_expects_the_gpu_where_the_worker_takes_it(
+    tmp_path: Path, config: dict[str, Any] | None, given: dict[str, Any], on_gpu: bool, builds: list[str]
+) -> None:
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    worker = WorkerSettings(model=tmp_path, **({"quantize": "int4"} | given))
+    assert up.on_gpu(worker) == model_check._on_gpu(worker) == on_gpu
+    up.compile_kernels(worker)
+    assert len(builds) == (not on_gpu)
+    (ranks,) = doctor.check_ranks(worker.model_copy(update={"tp": 2}))
+    assert ("GPUs" in ranks.detail) == on_gpu
+
+
+@pytest.mark.usefixtures("usable_gpu")
+def test_w8a8_beside_a_gpu_is_refused_before_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for problem in ("model_problem", "shape_problem", "memory_problem"):
+        monkeypatch.setattr(up, problem, lambda *_: "")
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    scheme = {"weights": weights, "input_activations": weights | {"strategy": "token", "dynamic": True}}
+    stored = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": scheme}}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": stored}))
+    with pytest.raises(ConfigurationError, match=r"in w8a8, which .* on a CPU alone; give DEVICE=cpu"):
+        up._check_model(LauncherSettings(), WorkerSettings(model=tmp_path), "MODEL")
+    up._check_model(LauncherSettings(), WorkerSettings(model=tmp_path, device="cpu"), "MODEL")
 
 
 def test_gpu_that_cannot_be_used_is_not_expected(usable_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

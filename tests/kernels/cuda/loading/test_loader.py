@@ -29,8 +29,12 @@ STRUCTS = {
     "copy_blocks": calls.COPY,
     **{f"rope_and_write{kv}": calls.ROPE for kv in ("", "_fp8")},
     **{f"low_rank_{name}": calls.LOW_RANK for name in ("down", "up")},
-    **{f"linear_q4_t{tiles}c{columns}": calls.LINEAR_Q4 for tiles, columns in calls.Q4_SHAPES},
-    "unpack_q4": calls.UNPACK_Q4,
+    **{
+        f"linear_{packing.name}_t{tiles}c{columns}": calls.LINEAR_PACKED
+        for packing in (calls.Q4, calls.FP8)
+        for tiles, columns in packing.shapes
+    },
+    **{f"unpack_{packing.name}": calls.UNPACK for packing in (calls.Q4, calls.FP8)},
     "route": calls.ROUTE,
     **{f"experts_r{rows}": calls.EXPERTS for rows in calls.EXPERTS_TILES},
     "combine": calls.COMBINE,

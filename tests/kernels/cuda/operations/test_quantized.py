@@ -1,7 +1,8 @@
-"""Matrices in 4 bits: the kernels, emulated in three orders of threads, against float64, and what calls them."""
+"""Packed matrices: the kernels, emulated in three orders of threads, against float64, and what calls them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -35,13 +36,30 @@ pytestmark = [needs_compiler, pytest.mark.sanitized]
 
 orders = pytest.mark.parametrize("order", ORDERS)
 dtypes = pytest.mark.parametrize("dtype", TYPES)
-FORMATS = [(128, False), (128, True), (32, False), (32, True)]
-"""Inputs of a group, and whether it has minima."""
 
 
-def groups(outputs: int, inputs: int, group: int, mins: bool, seed: int = 0) -> Groups:
-    """Zero points of a third of the groups are no whole numbers, as GGUF has them."""
+class Kind(NamedTuple):
+    """A format: inputs of a group, whether it has minima, and whether it is fp8."""
+
+    group: int
+    mins: bool = False
+    fp8: bool = False
+
+    @property
+    def packing(self) -> calls.Packing:
+        return calls.FP8 if self.fp8 else calls.Q4
+
+
+FORMATS = [Kind(128), Kind(128, True), Kind(32), Kind(32, True), Kind(128, fp8=True), Kind(32, fp8=True)]
+
+
+def groups(outputs: int, inputs: int, group: int, mins: bool = False, fp8: bool = False, seed: int = 0) -> Groups:
+    """Zero points of a third of the groups are no whole numbers, as GGUF has them. fp8: any code but those of NaN."""
     rng = np.random.default_rng(seed)
+    if fp8:
+        codes = rng.integers(0, 0x7F, (outputs, inputs), np.uint8) | rng.choice(np.uint8([0, 0x80]), (outputs, inputs))
+        exact = torch.from_numpy(rng.uniform(0.05, 0.2, (outputs, -(-inputs // group)))).float() / 100
+        return Groups(8, group, torch.from_numpy(codes), exact, table="float8")
     made = torch.from_numpy(rng.integers(0, 16, (outputs, inputs), np.uint8))
     scales = torch.from_numpy(rng.uniform(0.05, 0.2, (outputs, -(-inputs // group)))).half().float()
     zeros = torch.from_numpy(rng.integers(0, 48, scales.shape) // 3 + rng.choice([0, 0, 0.37], scales.shape)).float()
@@ -53,7 +71,7 @@ def held(part: Groups, bias: Tensor | None = None) -> Quantized:
     made = quantized.pack(device_of(), [part], *part.numbers.shape, bias)
     mins, rounded = (None if one is None else fenced(one.cpu()) for one in (made.mins, made.bias))
     words, scales = fenced(made.words.cpu()), fenced(made.scales.cpu())
-    return Quantized(made.outputs, made.inputs, made.group, words, scales, mins, rounded)
+    return Quantized(made.packing, made.outputs, made.inputs, made.group, words, scales, mins, rounded)
 
 
 def product(
@@ -63,7 +81,8 @@ def product(
     rows = x.shape[0]
     out = untouched(rows, stride or weight.outputs, dtype=x.dtype)
     present = [one for one in (weight.mins, weight.bias) if one is not None]
-    call = calls.linear_q4(
+    call = calls.linear_packed(
+        weight.packing,
         dtype,
         rows,
         weight.inputs,
@@ -97,7 +116,7 @@ class Case(NamedTuple):
 CASES = [Case(1, 8, 8), Case(3, 24, 136), Case(8, 80, 1544), Case(11, 40, 264), Case(37, 72, 328), Case(2, 16, 5256)]
 
 
-def check(order: int, dtype: str, case: Case, kind: tuple[int, bool], shape: tuple[int, int] | None = None) -> None:
+def check(order: int, dtype: str, case: Case, kind: Kind, shape: tuple[int, int] | None = None) -> None:
     """Compare with float64."""
     part, bias = groups(case.outputs, case.inputs, *kind), numbers(case.outputs, seed=3)
     x = numbers(case.rows, case.inputs, dtype=TYPES[dtype])
@@ -110,17 +129,30 @@ def check(order: int, dtype: str, case: Case, kind: tuple[int, bool], shape: tup
 @dtypes
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("case", CASES)
-def test_products_are_those_of_float64(order: int, dtype: str, case: Case, kind: tuple[int, bool]) -> None:
+def test_products_are_those_of_float64(order: int, dtype: str, case: Case, kind: Kind) -> None:
     check(order, dtype, case, kind)
 
 
 @orders
+@dtypes
+def test_every_code_is_multiplied_as_the_number_it_stands_for(order: int, dtype: str) -> None:
+    """Rows of ones and zeros give the weights: numbers of e4m3fn, exact in both types."""
+    codes = torch.arange(256).repeat(2)[torch.arange(48)[:, None] * 5 + torch.arange(256)].to(torch.uint8)
+    codes[codes & 127 == 127] = 0  # NaN
+    weight, ones = held(Groups(8, 128, codes, torch.full((48, 2), 0.5), table="float8")), torch.eye(256)
+    for first in range(0, 256, 64):
+        x = fenced(ones[first : first + 64].to(TYPES[dtype]))
+        found = product(weight, x, dtype, order).float()
+        assert torch.equal(found, codes.view(torch.float8_e4m3fn).float().t()[first : first + 64] / 2)
+
+
+@orders
 @pytest.mark.parametrize("kind", FORMATS)
-def test_row_has_the_same_bits_in_any_batch_and_shape(order: int, kind: tuple[int, bool]) -> None:
+def test_row_has_the_same_bits_in_any_batch_and_shape(order: int, kind: Kind) -> None:
     weight, x = held(groups(48, 1160, *kind)), numbers(40, 1160, dtype=TYPES[BF16])
     alone = product(weight, fenced(x[5:6]), BF16, order)[0]
     for rows in (8, 16, 40):
-        for shape in calls.Q4_SHAPES:
+        for shape in kind.packing.shapes:
             assert torch.equal(product(weight, fenced(x[:rows]), BF16, order, shape)[5], alone), (rows, shape)
 
 
@@ -135,12 +167,12 @@ def test_broken_rows_leave_the_others_alone(order: int) -> None:
     assert found[3].isnan().all() and not found[6].isfinite().any()
 
 
-def check_unpacked(order: int, dtype: str, kind: tuple[int, bool], inputs: int) -> None:
+def check_unpacked(order: int, dtype: str, kind: Kind, inputs: int) -> None:
     part = groups(21, inputs, *kind)
     weight, out = held(part), untouched(21, inputs, dtype=TYPES[dtype])
     mins = 0 if weight.mins is None else weight.mins.data_ptr()
     addresses = (weight.words.data_ptr(), weight.scales.data_ptr(), mins, out.data_ptr())
-    launch(calls.unpack_q4(dtype, inputs, 21, kind[0], *addresses), order)
+    launch(calls.unpack(kind.packing, dtype, inputs, 21, kind.group, *addresses), order)
     assert_fences(out)
     assert torch.equal(out, part.plain().to(out.dtype))
 
@@ -148,7 +180,7 @@ def check_unpacked(order: int, dtype: str, kind: tuple[int, bool], inputs: int) 
 @orders
 @dtypes
 @pytest.mark.parametrize("kind", FORMATS)
-def test_unpacked_weights_have_the_bits_of_their_groups(order: int, dtype: str, kind: tuple[int, bool]) -> None:
+def test_unpacked_weights_have_the_bits_of_their_groups(order: int, dtype: str, kind: Kind) -> None:
     check_unpacked(order, dtype, kind, 2312)
 
 
@@ -156,19 +188,24 @@ def cut(part: Groups, *at: int) -> list[Groups]:
     """Its rows in pieces."""
     bounds = [0, *at, len(part.numbers)]
     return [
-        Groups(4, part.group, part.numbers[some], part.scales[some], None if part.mins is None else part.mins[some])
+        replace(
+            part,
+            numbers=part.numbers[some],
+            scales=part.scales[some],
+            mins=None if part.mins is None else part.mins[some],
+        )
         for some in (slice(first, last) for first, last in pairwise(bounds))
     ]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_pieces_are_packed_as_one(kind: tuple[int, bool]) -> None:
+def test_pieces_are_packed_as_one(kind: Kind) -> None:
     part = groups(50, 200, *kind)
     device = device_of()
     whole = quantized.pack(device, [part], 50, 200, None)
     pieces = quantized.pack(device, iter(cut(part, 3, 19, 20)), 50, 200, None)
     assert torch.equal(whole.words, pieces.words) and torch.equal(whole.scales, pieces.scales)
-    assert (whole.mins is None) == (not kind[1])
+    assert (whole.mins is None) == (not kind.mins)
     if whole.mins is not None and pieces.mins is not None:
         assert torch.equal(whole.mins, pieces.mins)
 
