@@ -22,7 +22,7 @@ from services.gateway.openai.bodies import (
     check_output,
     check_task,
     generation_spec,
-    read_body,
+    read_in_turn,
     room_after,
     served_model,
 )
@@ -47,7 +47,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         started = time.monotonic()
-        body = await read_body(request, ChatBody)
+        body = await read_in_turn(gateway, request, ChatBody, started)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await chat_spec(body, model.text, model.cluster.limits, tenant=request.state.tenant)
         return await serve(model, request, spec, started)

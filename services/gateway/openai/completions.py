@@ -18,7 +18,7 @@ from services.gateway.openai.bodies import (
     check_output,
     check_task,
     generation_spec,
-    read_body,
+    read_in_turn,
     requested_choices,
     room_after,
     served_model,
@@ -45,7 +45,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         started = time.monotonic()
-        body = await read_body(request, CompletionBody)
+        body = await read_in_turn(gateway, request, CompletionBody, started)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await completion_spec(body, model.text, model.cluster.limits, tenant=request.state.tenant)
         return await serve(model, request, spec, started)

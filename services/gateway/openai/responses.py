@@ -54,6 +54,7 @@ from services.gateway.openai.bodies import (
     choose_adapter,
     parse_body,
     read_body,
+    read_in_turn,
     room_after,
     served_model,
 )
@@ -691,7 +692,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def responses(request: Request) -> Response:
         """Answer a conversation."""
         started = time.monotonic()
-        body = await read_body(request, ResponsesBody)
+        body = await read_in_turn(gateway, request, ResponsesBody, started)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         before = await conversation_before(body.previous_response_id, model, request)
         spec = await _spec(model, body, before, request.state.tenant)

@@ -23,7 +23,7 @@ from services.gateway.openai.bodies import (
     check_choices,
     check_length,
     check_task,
-    read_body,
+    read_in_turn,
     room_after,
     served_model,
 )
@@ -64,7 +64,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     async def answer(request: Request, kind: type[BodyT], spec_of: SpecOf[BodyT]) -> Response:
         started = time.monotonic()
-        body = await read_body(request, kind)
+        body = await read_in_turn(gateway, request, kind, started)
         model = await served_model(gateway, body.model, request.state.caller)
         return await serve(model, request, await spec_of(body, model.text, model.cluster.limits), started)
 
