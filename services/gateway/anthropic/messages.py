@@ -26,7 +26,7 @@ from services.gateway.models import ServedModel
 from services.gateway.openai.answers import EventStream, begin, collect, json_response, take_headers, whole_response
 from services.gateway.openai.bodies import read_body, read_in_turn, served_model
 from services.gateway.openai.chat import chat_spec, encode_chat
-from services.gateway.openai.document import body_of, errors, event_stream
+from services.gateway.openai.document import PlainRoute, body_of, errors, event_stream
 from services.gateway.openai.requests import Form
 from services.gateway.request import GenerationSpec
 from shared import ids
@@ -43,7 +43,7 @@ _COUNTED = {
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=PlainRoute)
 
     @routes.post(
         "/v1/messages",

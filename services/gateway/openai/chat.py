@@ -26,7 +26,7 @@ from services.gateway.openai.bodies import (
     room_after,
     served_model,
 )
-from services.gateway.openai.document import body_of, event_stream
+from services.gateway.openai.document import PlainRoute, body_of, event_stream
 from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output, bind_thinking, binds_output, plan_tools
 from services.gateway.request import CHANNELS, FRAMED, GenerationSpec, Limits
 from services.gateway.text.chat_template import RESERVED
@@ -37,7 +37,7 @@ from shared.text.tokenizer import TokenizerError
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the route over one gateway."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=PlainRoute)
 
     @routes.post(
         "/v1/chat/completions",

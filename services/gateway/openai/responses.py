@@ -59,7 +59,7 @@ from services.gateway.openai.bodies import (
     served_model,
 )
 from services.gateway.openai.chat import chat_spec, encode_chat
-from services.gateway.openai.document import body_of, errors, event_stream
+from services.gateway.openai.document import PlainRoute, body_of, errors, event_stream
 from services.gateway.openai.requests import result, status
 from services.gateway.request import GenerationSpec, SamplingDefaults
 from services.gateway.text.tools.reader import CallPiece
@@ -641,7 +641,7 @@ MOST_ITEMS = 100
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=PlainRoute)
 
     def store_ends(model: ServedModel) -> None:
         model.background.on_end = Responses(model).ended

@@ -28,7 +28,7 @@ from services.gateway.openai.bodies import (
     served_model,
 )
 from services.gateway.openai.completions import read_prompts
-from services.gateway.openai.document import FOUND, body_of
+from services.gateway.openai.document import FOUND, PlainRoute, body_of
 from services.gateway.request import SCORE, VECTOR, GenerationSpec, Limits
 from services.gateway.text.pairs import Pair, Pairs
 from services.gateway.text.tokenizer import ModelText
@@ -60,7 +60,7 @@ _RESPONSES = {200: FOUND, **ACCEPTED, **GENERATION_ERRORS}
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=PlainRoute)
 
     async def answer(request: Request, kind: type[BodyT], spec_of: SpecOf[BodyT]) -> Response:
         started = time.monotonic()
