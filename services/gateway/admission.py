@@ -51,7 +51,9 @@ CONNECTIONS_SHARE = 0.9
 """Share of ORCINUS_MAX_CONNECTIONS that requests may hold; the rest is for refusals and questions."""
 PLACES_SHARE = 0.1
 """By how much requests that were told to come back may exceed the bounds of the queue."""
-PLACED = frozenset({"queue_full", "tenant_queue_full", "overloaded", "slo_unreachable", "deadline_unreachable"})
+QUEUE_CODES = frozenset({"queue_full", "tenant_queue_full", "overloaded"})
+"""Of refusals for what waits, whatever limits a request sets."""
+PLACED = QUEUE_CODES | {"slo_unreachable", "deadline_unreachable"}
 """Refusals that name a place."""
 HORIZON_S = 60.0
 """No place is promised beyond: the answer is a time between one and two horizons, so that not all come back at once."""
@@ -83,8 +85,12 @@ and delivers tokens, so these never wait for a crowd of new requests.
 """
 TURN_REQUESTS = 256
 """That wait for their turn in this process; of all classes together, as CLASS_SHARES of a backlog."""
-TURN_S = 1.0
-"""That a request of class `realtime` waits for its turn at most; CLASS_SHARES of it for others."""
+AGAIN_S = 1.0
+"""For so long at most, and not beyond its Retry-After, a refusal of the queue holds for more requests of its tenant and
+class: the forecasts behind it are as old.
+"""
+MOST_AGAIN = 4096
+"""Refusals that are kept; about 1 KiB each."""
 BODY_BYTES_PER_TOKEN = 4
 """About, of a prompt that is not yet read."""
 RECENT = 65_536
@@ -461,6 +467,32 @@ class Arrival:
         return self.size_bytes // BODY_BYTES_PER_TOKEN + 1
 
 
+class Refusals:
+    """The last refusal of the queue for each tenant and class: of a crowd that comes after it, Redis is not asked again
+    for each request.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], tuple[float, int, ApiError]] = {}  # until when, its prompt tokens
+
+    def note(self, spec: GenerationSpec, tenant: str, refusal: ApiError, now: float) -> None:
+        if refusal.code not in QUEUE_CODES or refusal.retry_after_s is None:
+            return
+        if len(self._last) >= MOST_AGAIN:
+            self._last.clear()
+        until = now + min(AGAIN_S, refusal.retry_after_s)
+        self._last[tenant, spec.priority] = until, spec.prompt_tokens, refusal
+
+    def again(self, arrival: Arrival, now: float) -> ApiError | None:
+        """Return the refusal of a request that is no smaller than one that was refused just now; else None."""
+        until, tokens, refusal = self._last.get((arrival.tenant, arrival.priority), (0.0, 0, None))
+        if refusal is None or now >= until or arrival.prompt_tokens < tokens:
+            return None
+        if refusal.code == "overloaded" and (arrival.ttft_slo_ms or arrival.background):
+            return None  # as `overloaded`
+        return ApiError(429, refusal.message, code=refusal.code, retry_after_s=refusal.retry_after_s)
+
+
 class Turns:
     """The order in which the requests of this process begin: the better class first, tenants of a class in turn.
 
@@ -468,9 +500,12 @@ class Turns:
     more come than the process can begin, they wait here, and not in sockets and tasks, where no class counts.
     """
 
-    def __init__(self, tenant_share: float) -> None:
-        """tenant_share: of those that wait, for one tenant beside others."""
+    def __init__(self, tenant_share: float, max_wait_s: float) -> None:
+        """tenant_share: of those that wait, for one tenant beside others. max_wait_s: of class `realtime`; CLASS_SHARES
+        of it for others; 0 means no limit.
+        """
         self._tenant_share = tenant_share
+        self._max_wait_s = max_wait_s
         self._waiting: Backlog[Waiting] = Backlog(TURN_REQUESTS, TURNS)
         self._begun = 0  # in this round
         self._is_counting = False
@@ -479,6 +514,11 @@ class Turns:
     def __len__(self) -> int:
         """Return how many wait."""
         return len(self._waiting)
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether a request that comes now has to wait."""
+        return self._begun >= TURNS or bool(self._waiting)
 
     async def wait(self, arrival: Arrival, has_place: bool = False) -> bool:
         """Return when the request may begin: whether it had to wait. has_place: it was refused and told to come now.
@@ -490,15 +530,15 @@ class Turns:
             self._is_counting = True
             self._round_at = time.monotonic()
             loop.call_soon(self._next_round)
-        if self._begun < TURNS and not self._waiting:
+        if not self.are_taken:
             self._begun += 1
             return False
         tenant_share = self._tenant_share if arrival.has_others else 1.0
         full = self._waiting.full(arrival.tenant, CLASS_SHARES[arrival.priority], tenant_share, arrival.size_bytes)
         if full is not None and not (has_place or arrival.may_exist):
             raise backlog_full(arrival.priority, full, "their turn")
-        longest_s = TURN_S * CLASS_SHARES[arrival.priority]
-        until = math.inf if arrival.may_exist else time.monotonic() + longest_s
+        longest_s = self._max_wait_s * CLASS_SHARES[arrival.priority]
+        until = math.inf if arrival.may_exist or not longest_s else time.monotonic() + longest_s
         ends_at = min(until, arrival.started + arrival.deadline_ms / 1000 if arrival.deadline_ms else math.inf)
         number = CLASSES.index(arrival.priority)
         one = Waiting(arrival.tenant, number, arrival.size_bytes, False, math.inf, loop.create_future())
@@ -509,9 +549,7 @@ class Turns:
         except TimeoutError:
             if ends_at < until:
                 raise expired(arrival.deadline_ms) from None
-            text = (
-                f"overloaded: no turn within {1000 * longest_s:.0f} ms, the limit of class {arrival.priority}; {RETRY}"
-            )
+            text = f"overloaded: no turn within {longest_s:g} s, the limit of class {arrival.priority}; {RETRY}"
             raise ApiError(429, text, code="overloaded", retry_after_s=longest_s) from None
         finally:
             self._waiting.drop(one)
@@ -628,6 +666,7 @@ class Admission:
         self._connections = connections
         self._recent = Recent()
         self._places = Places()
+        self._refusals = Refusals()
         self.draining = False
         """Set once the process is to end: every request is refused."""
 
@@ -641,7 +680,11 @@ class Admission:
         try:
             if forecast is not None:
                 refuse_limits(forecast, arrival, now - arrival.started)
-            return await turns.wait(arrival, self._places.holds(arrival.content, now))
+            has_place = self._places.holds(arrival.content, now)
+            is_new = not (has_place or arrival.may_exist)
+            if is_new and turns.are_taken and (refusal := self._refusals.again(arrival, now)):
+                raise refusal
+            return await turns.wait(arrival, has_place)
         except ApiError as error:
             raise self._placed(error, arrival.content, arrival) from None
 
@@ -686,6 +729,7 @@ class Admission:
         try:
             answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds, started)
             if refusal := bounds.refusal(answer, self._wait_s):
+                self._refusals.note(spec, tenant, refusal, time.monotonic())
                 raise self._placed(refusal, content, spec)
         except ApiError:
             self._dispatcher.close(stream)

@@ -38,7 +38,7 @@ class Gateway:
         entries = settings.models_file().models
         self.keyring = Keyring(settings, self.letters, [entry.name for entry in entries])
         self.connections = Connections()
-        self.turns = Turns(settings.tenant_queue_share)
+        self.turns = Turns(settings.tenant_queue_share, settings.max_wait_s)
         own = self.id, self.keyring, self.metrics, self.tracing, self.letters, self.connections
         parts = Parts(*own, rereads(), conversations())
         aliases = next((entry.aliases for entry in entries if entry.name == settings.served_model_name), ())

@@ -48,7 +48,7 @@ async def test_realtime_begins_before_a_crowd_of_low(local_gateway: Gateway, mon
 
 async def test_crowd_is_429_with_the_time_of_a_place(local_gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "TURN_REQUESTS", 8)
-    local_gateway.turns = Turns(0.5)
+    local_gateway.turns = Turns(0.5, 60.0)
     low = [body(local_gateway, "low", seed=number) for number in range(30)]
     *answers, urgent = await sent(local_gateway, *low, body(local_gateway, "realtime"))
     refused = [answer for answer in answers if answer.status_code == 429]

@@ -53,19 +53,21 @@ FIRST = [arrival("low") for _ in range(TURNS)]
 
 
 async def test_better_class_begins_before_all_that_wait() -> None:
-    order = await begun(Turns(0.5), *FIRST, *(arrival("low") for _ in range(20)), arrival("high"), arrival("realtime"))
+    order = await begun(
+        Turns(0.5, 60.0), *FIRST, *(arrival("low") for _ in range(20)), arrival("high"), arrival("realtime")
+    )
     assert order[TURNS : TURNS + 2] == [TURNS + 21, TURNS + 20]
     assert sorted(order) == [*range(TURNS + 22)]
 
 
 async def test_tenants_of_a_class_take_turns() -> None:
     many = [arrival(tenant="a") for _ in range(8)]
-    order = await begun(Turns(0.5), *FIRST, *many, arrival(tenant="b"))
+    order = await begun(Turns(0.5, 60.0), *FIRST, *many, arrival(tenant="b"))
     assert order[TURNS : TURNS + 2] == [TURNS, TURNS + 8]
 
 
 async def test_requests_begin_a_few_in_a_round() -> None:
-    turns, rounds = Turns(0.5), []
+    turns, rounds = Turns(0.5, 60.0), []
     tasks = [asyncio.create_task(turns.wait(arrival())) for _ in range(3 * TURNS)]
     while not all(task.done() for task in tasks):
         await asyncio.sleep(0)
@@ -77,33 +79,32 @@ async def test_requests_begin_a_few_in_a_round() -> None:
 async def test_crowd_refuses_less_urgent_classes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "TURN_REQUESTS", 10)
     crowd = [*FIRST, *(arrival("low") for _ in range(5))]
-    assert await refused(Turns(0.5), arrival("low"), crowd) == "queue_full"
-    assert await refused(Turns(0.5), arrival("low"), crowd[:-1]) == ""
-    assert await refused(Turns(0.5), arrival("realtime"), crowd) == ""
-    assert await refused(Turns(0.5), arrival("low"), crowd, has_place=True) == ""
+    assert await refused(Turns(0.5, 60.0), arrival("low"), crowd) == "queue_full"
+    assert await refused(Turns(0.5, 60.0), arrival("low"), crowd[:-1]) == ""
+    assert await refused(Turns(0.5, 60.0), arrival("realtime"), crowd) == ""
+    assert await refused(Turns(0.5, 60.0), arrival("low"), crowd, has_place=True) == ""
 
 
 async def test_crowd_of_one_tenant_leaves_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "TURN_REQUESTS", 10)
     crowd = [*FIRST, *(arrival(tenant="a", has_others=True) for _ in range(4))]
-    assert await refused(Turns(0.5), arrival(tenant="a", has_others=True), crowd) == "tenant_queue_full"
-    assert await refused(Turns(0.5), arrival(tenant="b", has_others=True), crowd) == ""
+    assert await refused(Turns(0.5, 60.0), arrival(tenant="a", has_others=True), crowd) == "tenant_queue_full"
+    assert await refused(Turns(0.5, 60.0), arrival(tenant="b", has_others=True), crowd) == ""
 
 
 async def test_request_past_its_deadline_does_not_begin() -> None:
-    assert await refused(Turns(0.5), arrival(deadline_ms=500), FIRST) == "deadline_unreachable"
-    assert await refused(Turns(0.5), arrival(deadline_ms=60_000), FIRST) == ""
+    assert await refused(Turns(0.5, 60.0), arrival(deadline_ms=500), FIRST) == "deadline_unreachable"
+    assert await refused(Turns(0.5, 60.0), arrival(deadline_ms=60_000), FIRST) == ""
 
 
-async def test_request_that_waits_too_long_is_refused_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "TURN_S", 0.0)
-    turns = Turns(0.5)
+async def test_request_that_waits_too_long_is_refused_and_forgotten() -> None:
+    turns = Turns(0.5, 1e-9)
     assert await refused(turns, arrival("low"), FIRST) == "overloaded"
     assert len(turns) == 0
 
 
 async def test_request_whose_handler_is_gone_is_forgotten() -> None:
-    turns = Turns(0.5)
+    turns = Turns(0.5, 60.0)
     tasks = [asyncio.create_task(turns.wait(one)) for one in [*FIRST, *(arrival("low") for _ in range(3))]]
     await asyncio.sleep(0)
     assert len(turns) == 3
