@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from services.gateway import admission
-from services.gateway.admission import TURNS, Arrival, Turns
+from services.gateway.admission import AGAIN_S, MOST_AGAIN, TURNS, Arrival, Refusals, Turns
 from services.gateway.auth import Caller
 from services.gateway.errors import ApiError
+from tests.support import generations
 
 
 def arrival(priority: str = "normal", tenant: str = "t", has_others: bool = False, **body: Any) -> Arrival:
@@ -125,3 +126,45 @@ async def test_request_whose_handler_is_gone_is_forgotten() -> None:
 def test_arrival_reads_no_field_that_is_not_valid(body: dict[str, Any], read: tuple[str, int, int]) -> None:
     one = Arrival.of(body, b"{}", Caller("t"), 0.0)
     assert (one.priority, one.deadline_ms, one.least_tokens) == read
+
+
+@pytest.mark.parametrize(
+    ("code", "after_s", "one", "is_refused"),
+    [
+        ("queue_full", 0.5, arrival("low"), True),
+        ("queue_full", AGAIN_S + 0.1, arrival("low"), False),
+        ("queue_full", 0.5, arrival("normal"), False),
+        ("queue_full", 0.5, arrival("low", tenant="u"), False),
+        ("overloaded", 0.5, arrival("low"), True),
+        ("overloaded", 0.5, arrival("low", ttft_slo_ms=9), False),
+        ("overloaded", 0.5, arrival("low", background=True), False),
+        ("rate_limit_exceeded", 0.5, arrival("low"), False),
+    ],
+)
+def test_refusal_holds_for_more_of_its_tenant_and_class(
+    code: str, after_s: float, one: Arrival, is_refused: bool
+) -> None:
+    found = Refusals()
+    spec = generations.spec(prompts=[[1]], priority="low")
+    found.note(spec, "t", ApiError(429, "no", code=code, retry_after_s=7.5), 100.0)
+    again = found.again(one, 100.0 + after_s)
+    assert (again and (again.code, again.headers["Retry-After"])) == ((code, "8") if is_refused else None)
+
+
+def test_refusal_does_not_hold_for_smaller_requests_or_beyond_its_time() -> None:
+    found = Refusals()
+    error = ApiError(429, "no", code="queue_full", retry_after_s=0.4)
+    found.note(generations.spec(prompts=[[1] * 10], priority="normal"), "t", error, 100.0)
+    assert found.again(arrival(), 100.1) is None, "of two bytes"
+    found.note(generations.spec(prompts=[[1]], priority="normal"), "t", error, 100.0)
+    assert found.again(arrival(), 100.3)
+    assert found.again(arrival(), 100.4) is None
+
+
+def test_refusals_are_bounded() -> None:
+    found = Refusals()
+    error = ApiError(429, "no", code="queue_full", retry_after_s=9)
+    for number in range(MOST_AGAIN + 1):
+        found.note(generations.spec(prompts=[[1]], priority="normal"), str(number), error, 100.0)
+    assert found.again(arrival(tenant="0"), 100.1) is None
+    assert found.again(arrival(tenant=str(MOST_AGAIN)), 100.1)
