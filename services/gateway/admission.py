@@ -551,8 +551,6 @@ class Turns:
                 raise expired(arrival.deadline_ms) from None
             text = f"overloaded: no turn within {longest_s:g} s, the limit of class {arrival.priority}; {RETRY}"
             raise ApiError(429, text, code="overloaded", retry_after_s=longest_s) from None
-        finally:
-            self._waiting.drop(one)
         return True
 
     def _next_round(self) -> None:

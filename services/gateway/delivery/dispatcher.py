@@ -242,7 +242,7 @@ class Backlog(Generic[W]):
                 entry = next(iter(lane.values()))[0]
                 if batch and entry.size_bytes > room:
                     return batch, late
-                self.drop(entry)
+                self._remove(lane, entry)
                 if entry.answer.done() and not entry.survives:
                     continue
                 if now >= entry.expires_at:
@@ -252,13 +252,10 @@ class Backlog(Generic[W]):
                 room -= entry.size_bytes
         return batch, late
 
-    def drop(self, entry: W) -> None:
-        """Take out a request, if it waits; the turn of its tenant comes again after the others'."""
-        lane = self._lanes[entry.priority]
-        if entry not in (entries := lane.get(entry.tenant, deque())):
-            return
-        del lane[entry.tenant]
-        entries.remove(entry)
+    def _remove(self, lane: dict[str, deque[W]], entry: W) -> None:
+        """Take out the first request of the lane's next tenant; the tenant's turn comes again after the others'."""
+        entries = lane.pop(entry.tenant)
+        entries.popleft()
         if entries:
             lane[entry.tenant] = entries
         self._held[entry.tenant] -= 1

@@ -77,6 +77,17 @@ async def test_requests_begin_a_few_in_a_round() -> None:
     assert [task.result() for task in tasks] == [False] * TURNS + [True] * 2 * TURNS
 
 
+async def test_requests_that_waited_take_the_turns_of_their_round() -> None:
+    turns = Turns(0.5, 60.0)
+    tasks = [asyncio.create_task(turns.wait(arrival())) for _ in range(2 * TURNS)]
+    seen = []
+    for _ in range(4):
+        await asyncio.sleep(0)
+        seen.append((len(turns), turns.are_taken))
+    await asyncio.gather(*tasks)
+    assert seen == [(TURNS, True), (0, True), (0, False), (0, False)]
+
+
 async def test_crowd_refuses_less_urgent_classes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "TURN_REQUESTS", 10)
     crowd = [*FIRST, *(arrival("low") for _ in range(5))]
