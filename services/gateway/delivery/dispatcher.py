@@ -190,8 +190,10 @@ class Backlog(Generic[W]):
     It is bounded as the queue in Redis is: a less urgent class, and a tenant beside others, leave room for the rest.
     """
 
-    def __init__(self, requests: int = BACKLOG_REQUESTS, a_call: int = BATCH_REQUESTS) -> None:
-        """requests: that may wait. a_call: of them that one `take` returns at most."""
+    def __init__(self, requests: int = 0, a_call: int = 0) -> None:
+        """requests: that may wait; 0 uses BACKLOG_REQUESTS. a_call: that one `take` returns at most; 0 uses
+        BATCH_REQUESTS.
+        """
         self._requests = requests
         self._a_call = a_call
         self._lanes: list[dict[str, deque[W]]] = [{} for _ in CLASSES]  # by class, by tenant; the next tenant first
@@ -205,7 +207,7 @@ class Backlog(Generic[W]):
 
     def most(self, share: float) -> int:
         """Return how many requests may wait when one enters that may fill `share` of the backlog."""
-        return max(1, int(share * self._requests))
+        return max(1, int(share * (self._requests or BACKLOG_REQUESTS)))
 
     def full(self, tenant: str, share: float, tenant_share: float, size_bytes: int) -> Full | None:
         """Return the bound that keeps a request out: of all requests `share` may wait, of its tenant's `tenant_share`
@@ -238,7 +240,7 @@ class Backlog(Generic[W]):
         late: list[W] = []
         room = BATCH_BYTES
         for lane in self._lanes:
-            while lane and len(batch) < self._a_call:
+            while lane and len(batch) < (self._a_call or BATCH_REQUESTS):
                 entry = next(iter(lane.values()))[0]
                 if batch and entry.size_bytes > room:
                     return batch, late
