@@ -1,11 +1,13 @@
 """Admit requests: decide whether there is room, begin, resume and adopt their delivery, word the refusals.
 
-Class `low` is shed first: bounds of queue and wait are a share of the settings by class. `Admission` compares a request
-with the last look at Redis before anything is written; enqueue.lua checks `Bounds`, since it alone sees every gateway.
+Class `low` is shed first: bounds of queue and wait are a share of the settings by class. `Turns` orders requests before
+they are checked and turned into tokens, which costs most. `Admission` compares a request with the last look at Redis
+before anything is written; enqueue.lua checks `Bounds`, since it alone sees every gateway.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import time
@@ -18,7 +20,7 @@ from typing import Any
 from services.gateway.auth import Caller, Keyring
 from services.gateway.cluster import MEMORY_MOST, STALE_S, Cluster, Forecast, Snapshot
 from services.gateway.delivery.background import BackgroundTasks
-from services.gateway.delivery.dispatcher import Dispatcher
+from services.gateway.delivery.dispatcher import Backlog, Dispatcher, Full, Waiting
 from services.gateway.delivery.stream import Generation, Position, RequestStream
 from services.gateway.errors import (
     RETRY,
@@ -49,7 +51,9 @@ CONNECTIONS_SHARE = 0.9
 """Share of ORCINUS_MAX_CONNECTIONS that requests may hold; the rest is for refusals and questions."""
 PLACES_SHARE = 0.1
 """By how much requests that were told to come back may exceed the bounds of the queue."""
-PLACED = frozenset({"queue_full", "tenant_queue_full", "overloaded", "slo_unreachable", "deadline_unreachable"})
+QUEUE_CODES = frozenset({"queue_full", "tenant_queue_full", "overloaded"})
+"""Of refusals for what waits, whatever limits a request sets."""
+PLACED = QUEUE_CODES | {"slo_unreachable", "deadline_unreachable"}
 """Refusals that name a place."""
 HORIZON_S = 60.0
 """No place is promised beyond: the answer is a time between one and two horizons, so that not all come back at once."""
@@ -75,6 +79,20 @@ half, as above.
 """
 TOKEN_BYTES = 4
 MANY_REREADS = "too_many_answers"
+TURNS = 4
+"""Requests that begin in one round of the event loop. In the same round it accepts connections, reads heads and bodies
+and delivers tokens, so these never wait for a crowd of new requests.
+"""
+TURN_REQUESTS = 256
+"""That wait for their turn in this process; of all classes together, as CLASS_SHARES of a backlog."""
+AGAIN_S = 1.0
+"""For so long at most, and not beyond its Retry-After, a refusal of the queue holds for more requests of its tenant and
+class: the forecasts behind it are as old.
+"""
+MOST_AGAIN = 4096
+"""Refusals that are kept; about 1 KiB each."""
+BODY_BYTES_PER_TOKEN = 4
+"""About, of a prompt that is not yet read."""
 RECENT = 65_536
 UNSEEN_S = 0.5
 """Mean age of statistics when they are first seen: they are read once a second."""
@@ -155,16 +173,9 @@ class Bounds:
             case b"late":
                 return self.late
             case b"backlog":
-                of_tenant, unit, held, most, room_s = answer[1:]
-                code, where = ("tenant_queue_full", "this tenant in ") if of_tenant else ("queue_full", "")
-                text = (
-                    f"queue full for {where}class {self.priority}: {held} of at most {most} {unit} are waiting for "
-                    f"Redis; {RETRY}"
-                )
-                return ApiError(429, text, code=code, retry_after_s=room_s)
+                return backlog_full(self.priority, Full(*answer[1:]), "Redis")
             case b"expired":
-                text = f"deadline_ms: {self.deadline_ms} ms passed before the request was in the queue; {RETRY}"
-                return ApiError(429, text, param="deadline_ms", code="deadline_unreachable", retry_after_s=1)
+                return expired(self.deadline_ms)
             case b"memory":
                 return memory_low(answer[1] / answer[2])
             case b"rate":
@@ -223,6 +234,21 @@ class Bounds:
         return min(waiting, waiting + self.prompt_tokens - most)
 
 
+def backlog_full(priority: str, full: Full, awaited: str) -> ApiError:
+    """Return the 429 for a request of which as many wait as may. awaited: for what."""
+    code, where = ("tenant_queue_full", "this tenant in ") if full.of_tenant else ("queue_full", "")
+    text = (
+        f"queue full for {where}class {priority}: {full.held} of at most {full.most} {full.unit} are waiting for "
+        f"{awaited}; {RETRY}"
+    )
+    return ApiError(429, text, code=code, retry_after_s=full.wait_s)
+
+
+def expired(deadline_ms: int) -> ApiError:
+    text = f"deadline_ms: {deadline_ms} ms passed before the request was in the queue; {RETRY}"
+    return ApiError(429, text, param="deadline_ms", code="deadline_unreachable", retry_after_s=1)
+
+
 def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> ApiError | None:
     """Return the 429 for a request of a class that waits longer than allowed. Return None when the wait is allowed,
     when the request sets its own limit, and for a background request. A model wakes for what waits, so the time until
@@ -266,6 +292,13 @@ def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str, more_ms
         code=code,
         retry_after_s=rest_s(ttft_ms, limit_ms - more_ms),
     )
+
+
+def refuse_limits(forecast: Forecast, request: GenerationSpec | Arrival, passed_s: float) -> None:
+    """Raise ApiError(429) for a limit of a request that cannot be kept. passed_s: since its arrival."""
+    refuse_late(forecast, "ttft_slo_ms", request.ttft_slo_ms, "slo_unreachable")
+    passed_ms = 1000 * passed_s + forecast.token_ms * (request.least_tokens - 1)
+    refuse_late(forecast, "deadline_ms", request.deadline_ms, "deadline_unreachable", passed_ms)
 
 
 def rest_s(ttft_ms: float, limit_ms: float) -> float:
@@ -365,17 +398,173 @@ class Places:
         """Return whether a request has a place now, and give the place up. One that comes too early keeps it."""
         while self._due and now - (first := next(iter(self._due.items())))[1] > LATE_S:
             del self._due[first[0]]
-        due = self._due.get(content)
-        if due is None or now < due - EARLY_S:
+        if not self.holds(content, now):
             return False
         del self._due[content]
-        return now <= due + LATE_S
+        return True
+
+    def holds(self, content: int, now: float) -> bool:
+        """Return whether a request has a place now."""
+        due = self._due.get(content)
+        return due is not None and due - EARLY_S <= now <= due + LATE_S
 
 
-def content_of(spec: GenerationSpec, tenant: str) -> int:
+def content_of(tenant: str, body: bytes) -> int:
     """Return by what a request that comes back is known."""
-    limits = spec.max_tokens, spec.ttft_slo_ms, spec.deadline_ms
-    return hash((tenant, spec.priority, spec.adapter, limits, *map(tuple, spec.prompts)))
+    return hash((tenant, body))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is read of a request before it is checked: enough to order it and to refuse it. A field of the body that is
+    not valid counts as left out; its check follows.
+    """
+
+    tenant: str
+    has_others: bool  # as Caller
+    priority: str
+    content: int
+    size_bytes: int
+    started: float  # time.monotonic()
+    ttft_slo_ms: int = 0  # 0 means none, here and below
+    deadline_ms: int = 0
+    min_tokens: int = 0
+    background: bool = False
+    may_exist: bool = False  # an Idempotency-Key names it: it may be queued already, so nothing refuses it yet
+    is_echo: bool = False  # max_tokens is 0: perhaps nothing is generated
+
+    @classmethod
+    def of(cls, body: dict[str, Any], raw: bytes, caller: Caller, started: float, may_exist: bool = False) -> Arrival:
+        """Raise ApiError(403) for a class above the key's limit. raw: the bytes of the body."""
+
+        def number(name: str) -> int:
+            value = body.get(name)
+            return value if type(value) is int and value > 0 else 0
+
+        named = body.get("priority")
+        return cls(
+            caller.tenant,
+            caller.has_others,
+            caller.priority(named if isinstance(named, str) and named in CLASS_SHARES else ""),
+            content_of(caller.tenant, raw),
+            len(raw),
+            started,
+            number("ttft_slo_ms"),
+            number("deadline_ms"),
+            number("min_tokens"),
+            body.get("background") is True,
+            may_exist,
+            body.get("max_tokens") == 0,
+        )
+
+    @property
+    def least_tokens(self) -> int:
+        return max(1, self.min_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return about how many the prompts have."""
+        return self.size_bytes // BODY_BYTES_PER_TOKEN + 1
+
+
+class Refusals:
+    """The last refusal of the queue for each tenant and class: of a crowd that comes after it, Redis is not asked again
+    for each request.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], tuple[float, int, ApiError]] = {}  # until when, its prompt tokens
+
+    def note(self, spec: GenerationSpec, tenant: str, refusal: ApiError, now: float) -> None:
+        if refusal.code not in QUEUE_CODES or refusal.retry_after_s is None:
+            return
+        if len(self._last) >= MOST_AGAIN:
+            self._last.clear()
+        until = now + min(AGAIN_S, refusal.retry_after_s)
+        self._last[tenant, spec.priority] = until, spec.prompt_tokens, refusal
+
+    def again(self, arrival: Arrival, now: float) -> ApiError | None:
+        """Return the refusal of a request that is no smaller than one that was refused just now; else None."""
+        until, tokens, refusal = self._last.get((arrival.tenant, arrival.priority), (0.0, 0, None))
+        if refusal is None or now >= until or arrival.prompt_tokens < tokens:
+            return None
+        if refusal.code == "overloaded" and (arrival.ttft_slo_ms or arrival.background):
+            return None  # as `overloaded`
+        return ApiError(429, refusal.message, code=refusal.code, retry_after_s=refusal.retry_after_s)
+
+
+class Turns:
+    """The order in which the requests of this process begin: the better class first, tenants of a class in turn.
+
+    A request is checked and turned into tokens in its turn. TURNS of them begin in a round of the event loop, so where
+    more come than the process can begin, they wait here, and not in sockets and tasks, where no class counts.
+    """
+
+    def __init__(self, tenant_share: float, max_wait_s: float) -> None:
+        """tenant_share: of those that wait, for one tenant beside others. max_wait_s: of class `realtime`; CLASS_SHARES
+        of it for others; 0 means no limit.
+        """
+        self._tenant_share = tenant_share
+        self._max_wait_s = max_wait_s
+        self._waiting: Backlog[Waiting] = Backlog(TURN_REQUESTS, TURNS)
+        self._begun = 0  # in this round
+        self._is_counting = False
+        self._round_at = 0.0
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._waiting)
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether a request that comes now has to wait."""
+        return self._begun >= TURNS or bool(self._waiting)
+
+    async def wait(self, arrival: Arrival, has_place: bool = False) -> bool:
+        """Return when the request may begin: whether it had to wait. has_place: it was refused and told to come now.
+
+        Raise ApiError(429) where too many wait before it, or it has waited too long.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._is_counting:
+            self._is_counting = True
+            self._round_at = time.monotonic()
+            loop.call_soon(self._next_round)
+        if not self.are_taken:
+            self._begun += 1
+            return False
+        tenant_share = self._tenant_share if arrival.has_others else 1.0
+        full = self._waiting.full(arrival.tenant, CLASS_SHARES[arrival.priority], tenant_share, arrival.size_bytes)
+        if full is not None and not (has_place or arrival.may_exist):
+            raise backlog_full(arrival.priority, full, "their turn")
+        longest_s = self._max_wait_s * CLASS_SHARES[arrival.priority]
+        until = math.inf if arrival.may_exist or not longest_s else time.monotonic() + longest_s
+        ends_at = min(until, arrival.started + arrival.deadline_ms / 1000 if arrival.deadline_ms else math.inf)
+        number = CLASSES.index(arrival.priority)
+        one = Waiting(arrival.tenant, number, arrival.size_bytes, False, math.inf, loop.create_future())
+        self._waiting.put(one)
+        try:
+            async with asyncio.timeout_at(None if math.isinf(ends_at) else loop.time() + ends_at - time.monotonic()):
+                await one.answer
+        except TimeoutError:
+            if ends_at < until:
+                raise expired(arrival.deadline_ms) from None
+            text = f"overloaded: no turn within {longest_s:g} s, the limit of class {arrival.priority}; {RETRY}"
+            raise ApiError(429, text, code="overloaded", retry_after_s=longest_s) from None
+        return True
+
+    def _next_round(self) -> None:
+        now = time.monotonic()
+        batch, _ = self._waiting.take(now)
+        for one in batch:
+            one.answer.set_result([])
+        self._begun = len(batch)
+        if not batch:
+            self._is_counting = False
+            return
+        self._waiting.taken(len(batch), now - self._round_at)
+        self._round_at = now
+        asyncio.get_running_loop().call_soon(self._next_round)
 
 
 class Connections:
@@ -475,8 +664,27 @@ class Admission:
         self._connections = connections
         self._recent = Recent()
         self._places = Places()
+        self._refusals = Refusals()
         self.draining = False
         """Set once the process is to end: every request is refused."""
+
+    async def wait_for_turn(self, turns: Turns, arrival: Arrival) -> bool:
+        """Return when a request may begin: whether it had to wait. Refuse it before that for what is known already.
+
+        Raise ApiError(429).
+        """
+        now = time.monotonic()
+        forecast = None if arrival.is_echo or arrival.may_exist else self._forecast(arrival.priority)
+        try:
+            if forecast is not None:
+                refuse_limits(forecast, arrival, now - arrival.started)
+            has_place = self._places.holds(arrival.content, now)
+            is_new = not (has_place or arrival.may_exist)
+            if is_new and turns.are_taken and (refusal := self._refusals.again(arrival, now)):
+                raise refusal
+            return await turns.wait(arrival, has_place)
+        except ApiError as error:
+            raise self._placed(error, arrival.content, arrival) from None
 
     async def begin(
         self,
@@ -498,7 +706,7 @@ class Admission:
         if last_event and spec.survives_client:  # the client has a part: a new beginning would repeat it
             return await self.resume(spec.id, tenant, started, last_event, same_as=spec)
         forecast = self._forecast(spec.priority)
-        content = content_of(spec, tenant)
+        content = spec.content
         has_place = self._places.take(content, time.monotonic())
         try:
             if refusal is not None:
@@ -519,6 +727,7 @@ class Admission:
         try:
             answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds, started)
             if refusal := bounds.refusal(answer, self._wait_s):
+                self._refusals.note(spec, tenant, refusal, time.monotonic())
                 raise self._placed(refusal, content, spec)
         except ApiError:
             self._dispatcher.close(stream)
@@ -611,7 +820,7 @@ class Admission:
         self._metrics.resumed.inc()
         return generation
 
-    def _placed(self, refusal: ApiError, content: int, spec: GenerationSpec) -> ApiError:
+    def _placed(self, refusal: ApiError, content: int, spec: GenerationSpec | Arrival) -> ApiError:
         """Return the refusal of a request with the time of its place."""
         if refusal.code in PLACED and refusal.retry_after_s is not None:
             work_s = self._wait_s(spec.prompt_tokens)
@@ -650,9 +859,7 @@ class Admission:
         if not self._keyring.read:
             raise unavailable(f"the keys have not been read yet; {RETRY}", "keys_unread", 2)
         if forecast is not None:
-            refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
-            passed_ms = 1000 * passed_s + forecast.token_ms * (spec.least_tokens - 1)
-            refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable", passed_ms)
+            refuse_limits(forecast, spec, passed_s)
 
     def _refuse_crowd(self, spec: GenerationSpec, caller: Caller, has_place: bool) -> None:
         """Raise ApiError(429) when so many clients wait here that more urgent ones, or those of another tenant, would

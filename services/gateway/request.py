@@ -143,6 +143,7 @@ class GenerationSpec:
     markers: list[str] = field(default_factory=list)  # as MARKERS of text/reasoning.py; empty: the model's
     grammar_field: str = ""  # field of the body that brought the grammar of `sampling`
     prompt_tokens: int = 0  # counted from `prompts` unless given
+    content: int = 0  # hash of tenant and body, by which one that comes back is known
     conversation_bytes: int = 0  # of a response, that its gateway holds until the end, when it is stored
 
     def __post_init__(self) -> None:

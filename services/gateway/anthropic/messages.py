@@ -24,9 +24,9 @@ from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
 from services.gateway.openai.answers import EventStream, begin, collect, json_response, take_headers, whole_response
-from services.gateway.openai.bodies import read_body, served_model
+from services.gateway.openai.bodies import read_body, read_in_turn, served_model
 from services.gateway.openai.chat import chat_spec, encode_chat
-from services.gateway.openai.document import body_of, errors, event_stream
+from services.gateway.openai.document import PlainRoute, body_of, errors, event_stream
 from services.gateway.openai.requests import Form
 from services.gateway.request import GenerationSpec
 from shared import ids
@@ -43,7 +43,7 @@ _COUNTED = {
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=PlainRoute)
 
     @routes.post(
         "/v1/messages",
@@ -56,7 +56,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def messages(request: Request) -> Response:
         """Answer a conversation, as Anthropic's API does."""
         started = time.monotonic()
-        body = await read_body(request, MessagesBody)
+        body = await read_in_turn(gateway, request, MessagesBody, started)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await _spec(model, body, request.state.tenant)
         await take_headers(model, request, spec)

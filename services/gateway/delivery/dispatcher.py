@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -145,23 +145,32 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """One request that waits. arguments: maps the milliseconds left until its deadline to those of enqueue.lua."""
+class Waiting:
+    """One request that waits in a backlog."""
 
-    request_id: str
     tenant: str
     priority: int  # number of its class
     size_bytes: int
-    survives: bool  # is enqueued also when its handler has gone
-    is_named: bool  # its client can ask for it again
+    survives: bool  # is taken also when its handler has gone
     expires_at: float  # of time.monotonic(); math.inf means never
+    answer: asyncio.Future[list[Any]]
+
+
+@dataclass(slots=True, eq=False)
+class Entry(Waiting):
+    """One that waits for Redis. arguments: maps the milliseconds left until its deadline to those of enqueue.lua."""
+
+    request_id: str
+    is_named: bool  # its client can ask for it again
     keys: list[str]
     arguments: Callable[[int], list[Value]]
-    answer: asyncio.Future[list[Any]]
 
     def left_ms(self, now: float) -> int:
         """Return the milliseconds until the deadline, at least 1; 0 without a deadline."""
         return 0 if math.isinf(self.expires_at) else max(1, int(1000 * (self.expires_at - now)))
+
+
+W = TypeVar("W", bound=Waiting)
 
 
 class Full(NamedTuple):
@@ -174,14 +183,20 @@ class Full(NamedTuple):
     wait_s: float  # until there is room
 
 
-class Backlog:
-    """All requests that wait for enqueue.lua: by class, then in turn by tenant, without those that came too late.
+class Backlog(Generic[W]):
+    """Requests that wait, for enqueue.lua or for their turn: by class, then in turn by tenant, without those that came
+    too late.
 
     It is bounded as the queue in Redis is: a less urgent class, and a tenant beside others, leave room for the rest.
     """
 
-    def __init__(self) -> None:
-        self._lanes: list[dict[str, deque[Entry]]] = [{} for _ in CLASSES]  # by class, by tenant; the next tenant first
+    def __init__(self, requests: int = 0, a_call: int = 0) -> None:
+        """requests: that may wait; 0 uses BACKLOG_REQUESTS. a_call: that one `take` returns at most; 0 uses
+        BATCH_REQUESTS.
+        """
+        self._requests = requests
+        self._a_call = a_call
+        self._lanes: list[dict[str, deque[W]]] = [{} for _ in CLASSES]  # by class, by tenant; the next tenant first
         self._held: Counter[str] = Counter()  # by tenant
         self._bytes = 0
         self._bytes_of: Counter[str] = Counter()  # by tenant
@@ -192,7 +207,7 @@ class Backlog:
 
     def most(self, share: float) -> int:
         """Return how many requests may wait when one enters that may fill `share` of the backlog."""
-        return max(1, int(share * BACKLOG_REQUESTS))
+        return max(1, int(share * (self._requests or BACKLOG_REQUESTS)))
 
     def full(self, tenant: str, share: float, tenant_share: float, size_bytes: int) -> Full | None:
         """Return the bound that keeps a request out: of all requests `share` may wait, of its tenant's `tenant_share`
@@ -211,21 +226,21 @@ class Backlog:
                 return Full(bool(owner), "bytes", held_bytes, most_bytes, self._wait_s(tenants * ahead))
         return None
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: W) -> None:
         self._lanes[entry.priority].setdefault(entry.tenant, deque()).append(entry)
         self._held[entry.tenant] += 1
         self._bytes += entry.size_bytes
         self._bytes_of[entry.tenant] += entry.size_bytes
 
-    def take(self, now: float) -> tuple[list[Entry], list[Entry]]:
+    def take(self, now: float) -> tuple[list[W], list[W]]:
         """Return the requests of the next call, and those with a deadline that has passed; forget both, and those with
         a handler that has gone.
         """
-        batch: list[Entry] = []
-        late: list[Entry] = []
+        batch: list[W] = []
+        late: list[W] = []
         room = BATCH_BYTES
         for lane in self._lanes:
-            while lane and len(batch) < BATCH_REQUESTS:
+            while lane and len(batch) < (self._a_call or BATCH_REQUESTS):
                 entry = next(iter(lane.values()))[0]
                 if batch and entry.size_bytes > room:
                     return batch, late
@@ -239,7 +254,7 @@ class Backlog:
                 room -= entry.size_bytes
         return batch, late
 
-    def _remove(self, lane: dict[str, deque[Entry]], entry: Entry) -> None:
+    def _remove(self, lane: dict[str, deque[W]], entry: W) -> None:
         """Take out the first request of the lane's next tenant; the tenant's turn comes again after the others'."""
         entries = lane.pop(entry.tenant)
         entries.popleft()
@@ -324,16 +339,16 @@ def entry_of(
         ]  # fmt: skip
 
     return Entry(
-        spec.id,
         caller.tenant,
         CLASSES.index(spec.priority),
         request.ByteSize() + len(prompts) + len(delivery) + spec.conversation_bytes,
         spec.survives_client,
-        spec.is_named,
         started + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,
+        asyncio.get_running_loop().create_future(),
+        spec.id,
+        spec.is_named,
         [keys.req(spec.id), keys.requests(spec.priority), keys.bucket(caller.bucket), keys.prompt(spec.id)],
         arguments,
-        asyncio.get_running_loop().create_future(),
     )
 
 
@@ -374,7 +389,7 @@ class Dispatcher:
         self._answers: set[asyncio.Future[Any]] = set()  # of questions among the jobs
         self._stopping = False
         self._cached: list[tuple[str, int, int]] = []  # request, choice, prompt tokens that the prefix cache had
-        self._backlog = Backlog()
+        self._backlog: Backlog[Entry] = Backlog()
         self._unread: dict[str, RequestStream] = {}  # their records are to be read
         self._more = asyncio.Event()
         self._retries = Retries()
@@ -903,7 +918,7 @@ def _set(answer: asyncio.Future[T], value: T) -> None:
         answer.set_result(value)
 
 
-def _fail(entries: list[Entry], error: Exception) -> None:
+def _fail(entries: Sequence[Waiting], error: Exception) -> None:
     """Answer the handlers of these, which may have gone, with an error."""
     for entry in entries:
         if not entry.answer.done():

@@ -370,6 +370,8 @@ class RequestContext:
             fields["key"] = caller.bucket
         if (spec := state.get("spec")) is not None:
             fields |= {"id": spec.id, "model": spec.model, "class": spec.priority, "prompt_tokens": spec.prompt_tokens}
+        elif (arrival := state.get("arrival")) is not None:  # refused before its turn, or by the checks of its body
+            fields["class"] = arrival.priority
         if (generation := state.get("generation")) is not None:
             fields["output_tokens"] = generation.usage.completion_tokens
         request_log.info(" ".join(f"{name}={value}" for name, value in fields.items()), extra={"fields": fields})

@@ -24,6 +24,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from protos import kserve_pb2 as kserve
+from services.gateway.admission import Arrival
 from services.gateway.auth import Caller
 from services.gateway.delivery.stream import Generation
 from services.gateway.errors import RETRY, ApiError, invalid, too_big
@@ -40,7 +41,14 @@ from services.gateway.kserve.tensors import (
 )
 from services.gateway.models import SERVING
 from services.gateway.openai.answers import SLOW_FLUSH_S
-from services.gateway.openai.bodies import CompletionBody, choose_adapter, parse_body, served_model
+from services.gateway.openai.bodies import (
+    CompletionBody,
+    checked,
+    choose_adapter,
+    parse_object,
+    served_model,
+    wait_for_turn,
+)
 from services.gateway.openai.completions import completion_spec
 from services.gateway.openai.info import VERSION
 from services.gateway.request import TENANT
@@ -258,12 +266,16 @@ class GrpcFront:
         fields = {"stream": streams, **fields_of(request)}
         if fields["stream"] and not streams:
             raise invalid("stream", "ModelInfer returns one response; use ModelStreamInfer to stream")
-        body = parse_body(body_of(fields), CompletionBody)
+        raw = body_of(fields)
+        value = parse_object(raw)
+        arrival = Arrival.of(value, raw, call.caller, started)
+        await wait_for_turn(gateway, value.get("model"), call.caller, arrival)
+        body = checked(value, CompletionBody)
         model = await served_model(gateway, body.model, call.caller, lately=True)
         spec = await completion_spec(body, model.text, model.cluster.limits, tenant=call.caller.tenant)
         if spec.max_tokens == 0:
             raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
-        spec.traceparent = call.traceparent
+        spec.traceparent, spec.content = call.traceparent, arrival.content
         refusal = choose_adapter(model, spec)
         return await model.admission.begin(spec, call.caller, started, refusal=refusal)
 

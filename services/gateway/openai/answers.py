@@ -90,8 +90,9 @@ async def serve(model: ServedModel, request: Request, spec: GenerationSpec, star
 
 
 async def take_headers(model: ServedModel, request: Request, spec: GenerationSpec) -> None:
-    """Set the trace of a request, and the id that its Idempotency-Key names. Raise ApiError(400)."""
+    """Set what the spec has of the head: trace, content, the id that an Idempotency-Key names. Raise ApiError(400)."""
     spec.traceparent = request.headers.get("traceparent", "")[:256]
+    spec.content = request.state.arrival.content
     request.state.spec = spec  # for the log
     key = request.headers.get("idempotency-key")
     if key is None:

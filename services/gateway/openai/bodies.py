@@ -1,9 +1,10 @@
 """Read request bodies: pydantic models of OpenAI's fields and ours, from bytes to a model, from a model to a request.
 
-`parse_body` checks types and ranges and bounds depth and width of a body around its decoding. Unknown fields are
-refused, so that a misspelt one is never ignored. `generation_spec` checks what depends on the model or the settings
-(context, vocabulary, choices), the same for completions and chat. Every refusal is an ApiError(400) that names the
-field, the value and what is allowed.
+`parse_body` checks types and ranges and bounds depth and width of a body around its decoding; `read_in_turn` lets a
+request wait between decoding and checks, which cost more than a refusal should. Unknown fields are refused, so that a
+misspelt one is never ignored. `generation_spec` checks what depends on the model or the settings (context, vocabulary,
+choices), the same for completions and chat. Every refusal is an ApiError(400) that names the field, the value and what
+is allowed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
 )
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from protos import queue_pb2
+from services.gateway.admission import Arrival
 from services.gateway.auth import Caller
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
@@ -535,16 +537,26 @@ def parse_json(body: bytes, place: str = "the body", param: str | None = None) -
 
 def parse_body(body: bytes, kind: type[T]) -> T:
     """Return the checked body. Raise ApiError(400) for the first bad field."""
+    return checked(parse_object(body), kind)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body. Raise ApiError(400)."""
     value = parse_json(body)
     if not isinstance(value, dict):
         raise invalid(None, f"the body must be a JSON object, not {shown(value)}")
+    return value
+
+
+def checked(value: dict[str, Any], kind: type[T]) -> T:
+    """Return the body that an object describes. Raise ApiError(400) for the first bad field."""
     try:
         parsed = kind.model_validate(value)
     except ValidationError as error:
         raise _refusal(error) from error
-    for name, neutral in UNSUPPORTED.items():
+    for name in UNSUPPORTED if not UNSUPPORTED.keys().isdisjoint(value) else ():
         sent = getattr(parsed, name, None)
-        if sent is None or any(type(sent) is type(value) and sent == value for value in neutral):
+        if sent is None or any(type(sent) is type(value) and sent == value for value in UNSUPPORTED[name]):
             continue
         raise invalid(name, f"{name} is not supported yet; leave it out; got {shown(sent)}", "unsupported_parameter")
     return parsed
@@ -552,13 +564,45 @@ def parse_body(body: bytes, kind: type[T]) -> T:
 
 async def read_body(request: Request, kind: type[T]) -> T:
     """Return the checked body of a request. Raise ApiError(400, 413, 415)."""
+    return parse_body(await _json_bytes(request), kind)
+
+
+async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], started: float) -> T:
+    """Return the checked body of a request that a model is to answer, in its turn. Raise as `read_body`, and
+    ApiError(403, 429).
+
+    started: time.monotonic() at its arrival.
+    """
+    raw = await _json_bytes(request)
+    value, headers = parse_object(raw), request.headers
+    may_exist = "idempotency-key" in headers or "last-event-id" in headers
+    arrival = Arrival.of(value, raw, request.state.caller, started, may_exist)
+    request.state.arrival = arrival
+    has_waited = await wait_for_turn(gateway, value.get("model"), request.state.caller, arrival)
+    if has_waited and not (may_exist or arrival.background) and await request.is_disconnected():
+        raise ClientDisconnect
+    return checked(value, kind)
+
+
+async def wait_for_turn(gateway: Gateway, name: Any, caller: Caller, arrival: Arrival) -> bool:
+    """Return when a request may begin: whether it had to wait. name: of the model in its body. Raise ApiError(429)."""
+    models = gateway.models
+    known = models.open.get(name) or models.with_adapter(name) if isinstance(name, str) else None
+    model = models.first if name is None else known
+    if model is None or not caller.may_use(model.name):  # its queue is not known, or none of the caller's business
+        return await gateway.turns.wait(arrival)
+    return await model.admission.wait_for_turn(gateway.turns, arrival)
+
+
+async def _json_bytes(request: Request) -> bytes:
+    """Return the bytes of a body. Raise ApiError(413, 415)."""
     # Also without the header: a page of another site may send a body without one, and no preflight asks us before.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(
             415, f"content-type must be application/json; got {content_type!r}", code="unsupported_media_type"
         )
-    return parse_body(await request.body(), kind)
+    return await request.body()
 
 
 def _refusal(error: ValidationError) -> ApiError:

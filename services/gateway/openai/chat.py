@@ -22,11 +22,11 @@ from services.gateway.openai.bodies import (
     check_output,
     check_task,
     generation_spec,
-    read_body,
+    read_in_turn,
     room_after,
     served_model,
 )
-from services.gateway.openai.document import body_of, event_stream
+from services.gateway.openai.document import PlainRoute, body_of, event_stream
 from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output, bind_thinking, binds_output, plan_tools
 from services.gateway.request import CHANNELS, FRAMED, GenerationSpec, Limits
 from services.gateway.text.chat_template import RESERVED
@@ -37,7 +37,7 @@ from shared.text.tokenizer import TokenizerError
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the route over one gateway."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=PlainRoute)
 
     @routes.post(
         "/v1/chat/completions",
@@ -47,7 +47,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         started = time.monotonic()
-        body = await read_body(request, ChatBody)
+        body = await read_in_turn(gateway, request, ChatBody, started)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await chat_spec(body, model.text, model.cluster.limits, tenant=request.state.tenant)
         return await serve(model, request, spec, started)

@@ -18,12 +18,12 @@ from services.gateway.openai.bodies import (
     check_output,
     check_task,
     generation_spec,
-    read_body,
+    read_in_turn,
     requested_choices,
     room_after,
     served_model,
 )
-from services.gateway.openai.document import body_of, event_stream
+from services.gateway.openai.document import PlainRoute, body_of, event_stream
 from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output
 from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
@@ -35,7 +35,7 @@ THREAD_TOKENS = 8 * 1024
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the route over one gateway."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=PlainRoute)
 
     @routes.post(
         "/v1/completions",
@@ -45,7 +45,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         started = time.monotonic()
-        body = await read_body(request, CompletionBody)
+        body = await read_in_turn(gateway, request, CompletionBody, started)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await completion_spec(body, model.text, model.cluster.limits, tenant=request.state.tenant)
         return await serve(model, request, spec, started)
@@ -129,10 +129,12 @@ async def read_prompts(
     elif isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
         texts = prompt
     else:
-        size = sum(len(item) if isinstance(item, list) else 1 for item in prompt) if isinstance(prompt, list) else 0
-        if size > THREAD_TOKENS:
-            return await model.threads.run(_token_prompts, prompt, field, model), []
-        return _token_prompts(prompt, field, model), []
+        if not isinstance(prompt, list) or not prompt:
+            raise invalid(field, f"{field} must be text, texts, token ids or lists of token ids; got {shown(prompt)}")
+        lists = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
+        if sum(map(len, lists)) > THREAD_TOKENS:
+            return await model.threads.run(_token_prompts, lists, prompt, field, model), []
+        return _token_prompts(lists, prompt, field, model), []
     check_choices(len(texts), n, limits, "n" if field == "prompt" else field)
     encoded = await _encode(texts, model, limits, add_special_tokens, field)
     for index, tokens in enumerate(encoded):
@@ -142,14 +144,14 @@ async def read_prompts(
     return encoded, texts
 
 
-def _token_prompts(prompt: Any, field: str, model: ModelText) -> list[list[int]]:
-    if not isinstance(prompt, list) or not prompt:
-        raise invalid(field, f"{field} must be text, texts, token ids or lists of token ids; got {shown(prompt)}")
-    lists = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
+def _token_prompts(lists: list[list[int]], prompt: Any, field: str, model: ModelText) -> list[list[int]]:
+    """Return the prompts, checked. prompt: as it came, for the names in errors."""
     for index, tokens in enumerate(lists):
         name = field if lists[0] is prompt else f"{field}[{index}]"
         if not tokens:
             raise invalid(field, f"{name} is empty")
+        if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < model.vocab_size:
+            continue
         for at, token in enumerate(tokens):
             if type(token) is not int or not 0 <= token < model.vocab_size:
                 raise invalid(

@@ -54,11 +54,12 @@ from services.gateway.openai.bodies import (
     choose_adapter,
     parse_body,
     read_body,
+    read_in_turn,
     room_after,
     served_model,
 )
 from services.gateway.openai.chat import chat_spec, encode_chat
-from services.gateway.openai.document import body_of, errors, event_stream
+from services.gateway.openai.document import PlainRoute, body_of, errors, event_stream
 from services.gateway.openai.requests import result, status
 from services.gateway.request import GenerationSpec, SamplingDefaults
 from services.gateway.text.tools.reader import CallPiece
@@ -640,7 +641,7 @@ MOST_ITEMS = 100
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=PlainRoute)
 
     def store_ends(model: ServedModel) -> None:
         model.background.on_end = Responses(model).ended
@@ -691,7 +692,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def responses(request: Request) -> Response:
         """Answer a conversation."""
         started = time.monotonic()
-        body = await read_body(request, ResponsesBody)
+        body = await read_in_turn(gateway, request, ResponsesBody, started)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         before = await conversation_before(body.previous_response_id, model, request)
         spec = await _spec(model, body, before, request.state.tenant)

@@ -23,12 +23,12 @@ from services.gateway.openai.bodies import (
     check_choices,
     check_length,
     check_task,
-    read_body,
+    read_in_turn,
     room_after,
     served_model,
 )
 from services.gateway.openai.completions import read_prompts
-from services.gateway.openai.document import FOUND, body_of
+from services.gateway.openai.document import FOUND, PlainRoute, body_of
 from services.gateway.request import SCORE, VECTOR, GenerationSpec, Limits
 from services.gateway.text.pairs import Pair, Pairs
 from services.gateway.text.tokenizer import ModelText
@@ -60,11 +60,11 @@ _RESPONSES = {200: FOUND, **ACCEPTED, **GENERATION_ERRORS}
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=PlainRoute)
 
     async def answer(request: Request, kind: type[BodyT], spec_of: SpecOf[BodyT]) -> Response:
         started = time.monotonic()
-        body = await read_body(request, kind)
+        body = await read_in_turn(gateway, request, kind, started)
         model = await served_model(gateway, body.model, request.state.caller)
         return await serve(model, request, await spec_of(body, model.text, model.cluster.limits), started)
 

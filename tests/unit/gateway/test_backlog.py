@@ -22,14 +22,14 @@ def entry(name: str, priority: str = "normal", tenant: str = "t", **changes: Any
     return Entry(**fields | changes)
 
 
-def filled(*entries: Entry) -> Backlog:
-    waiting = Backlog()
+def filled(*entries: Entry, **bounds: int) -> Backlog[Entry]:
+    waiting: Backlog[Entry] = Backlog(**bounds)
     for one in entries:
         waiting.put(one)
     return waiting
 
 
-def taken(waiting: Backlog, now: float = 0.0) -> str:
+def taken(waiting: Backlog[Entry], now: float = 0.0) -> str:
     return " ".join(one.request_id for one in waiting.take(now)[0])
 
 
@@ -40,9 +40,8 @@ def test_backlog_gives_better_classes_first() -> None:
 
 
 @pytest.mark.parametrize(("a_call", "calls"), [(99, ["a0 b0 a1 b1 a2 a3"]), (1, ["a0", "b0", "a1", "b1", "a2", "a3"])])
-def test_backlog_gives_tenants_of_a_class_turns(monkeypatch: pytest.MonkeyPatch, a_call: int, calls: list[str]) -> None:
-    monkeypatch.setattr(module, "BATCH_REQUESTS", a_call)
-    waiting = filled(*(entry(name, tenant=name[0]) for name in ("a0", "a1", "a2", "a3", "b0", "b1")))
+def test_backlog_gives_tenants_of_a_class_turns(a_call: int, calls: list[str]) -> None:
+    waiting = filled(*(entry(name, tenant=name[0]) for name in ("a0", "a1", "a2", "a3", "b0", "b1")), a_call=a_call)
     assert [taken(waiting) for _ in calls] == calls
 
 
@@ -76,9 +75,8 @@ def test_request_without_its_client_is_enqueued_only_if_it_survives() -> None:
     assert taken(filled(gone, kept)) == "kept"
 
 
-def test_backlog_leaves_room_for_better_classes_and_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BACKLOG_REQUESTS", 10)
-    waiting = filled(*(entry(str(number)) for number in range(5)))
+def test_backlog_leaves_room_for_better_classes_and_other_tenants() -> None:
+    waiting = filled(*(entry(str(number)) for number in range(5)), requests=10)
     assert waiting.full("u", 0.5, 0.5, 1), "low: half of it"
     assert waiting.full("u", 1.0, 0.5, 1) is None
     assert waiting.full("t", 1.0, 0.5, 1), "the tenant has half"
@@ -87,14 +85,13 @@ def test_backlog_leaves_room_for_better_classes_and_other_tenants(monkeypatch: p
 
 def test_backlog_is_bounded_in_bytes_beyond_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKLOG_BYTES", 1000)
-    assert Backlog().full("t", 0.5, 1.0, 5000) is None
+    assert filled().full("t", 0.5, 1.0, 5000) is None
     assert filled(entry("a")).full("t", 1.0, 1.0, 1)
     assert filled(entry("a", size_bytes=400)).full("t", 0.5, 1.0, 100) is None
 
 
-def test_wait_for_room_follows_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BACKLOG_REQUESTS", 100)
-    waiting = filled(*(entry(str(number)) for number in range(79)), entry("a", tenant="a"))
+def test_wait_for_room_follows_the_measured_rate() -> None:
+    waiting = filled(*(entry(str(number)) for number in range(79)), entry("a", tenant="a"), requests=100)
     assert waiting.full("u", 0.5, 1.0, 1) == (False, "requests", 80, 50, 1.0), "nothing is measured"
     waiting.taken(10, 1.0)
     assert waiting.full("u", 0.5, 1.0, 1) == (False, "requests", 80, 50, 3.1)

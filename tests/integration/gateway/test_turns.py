@@ -1,0 +1,121 @@
+"""A crowd of requests at one gateway: what is decided before a body is checked and turned into tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from starlette.types import Message
+
+from services.gateway import admission
+from services.gateway.admission import TURNS, Turns
+from services.gateway.app import public_app
+from services.gateway.gateway import Gateway
+from services.gateway.openai import completions
+from tests.integration.gateway.conftest import asgi
+from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
+from tests.support.waiting import wait_until
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+LATE = {"prefill_tok_s": 100, "queued_tokens_normal": 4000, "predicted_ttft_ms_normal": 40_000}
+
+
+def body(gateway: Gateway, priority: str, **more: Any) -> dict[str, Any]:
+    name = gateway.settings.served_model_name
+    return {"model": name, "prompt": [5] * 4, "max_tokens": 1, "priority": priority, "background": True, **more}
+
+
+async def sent(gateway: Gateway, *bodies: dict[str, Any]) -> list[httpx.Response]:
+    async with asgi(gateway) as client:
+        return await asyncio.gather(*(client.post("/v1/completions", json=each) for each in bodies))
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The classes of the requests that have begun, in order."""
+    found: list[str] = []
+
+    async def noting(body: Any, *given: Any, **named: Any) -> Any:
+        found.append(body.priority)
+        return await real(body, *given, **named)
+
+    real = completions.completion_spec
+    monkeypatch.setattr(completions, "completion_spec", noting)
+    return found
+
+
+async def test_realtime_begins_before_a_crowd_of_low(local_gateway: Gateway, begun: list[str]) -> None:
+    answers = await sent(local_gateway, *[body(local_gateway, "low")] * 30, body(local_gateway, "realtime"))
+    assert {answer.status_code for answer in answers} == {202}
+    assert begun.index("realtime") <= 2 * TURNS
+    assert len(begun) == 31
+
+
+async def test_crowd_is_429_with_the_time_of_a_place(local_gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "TURN_REQUESTS", 8)
+    local_gateway.turns = Turns(0.5, 60.0)
+    low = [body(local_gateway, "low", seed=number) for number in range(30)]
+    *answers, urgent = await sent(local_gateway, *low, body(local_gateway, "realtime"))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert (urgent.status_code, len(refused) > 0) == (202, True)
+    error = refused[0].json()["error"]
+    assert (error["code"], "are waiting for their turn" in error["message"]) == ("queue_full", True)
+    assert int(refused[0].headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_limit_that_cannot_be_kept_is_429_before_the_body_is_checked(
+    local_gateway: Gateway, redis_server: RedisServer, path: str
+) -> None:
+    ScriptedScheduler(redis_server.client, local_gateway.settings.keys).stats(**LATE)
+    snapshot = local_gateway.cluster
+    await wait_until(lambda: snapshot.snapshot is not None and "normal" in snapshot.snapshot.forecasts)
+    async with asgi(local_gateway) as client:
+        wrong = {"model": local_gateway.settings.served_model_name, "no_such_field": 1}
+        late = await client.post(path, json={**wrong, "deadline_ms": 1000})
+        assert (late.status_code, int(late.headers["retry-after"]) >= 1) == (429, True)
+        assert "deadline_ms: the first token is predicted in" in late.json()["error"]["message"]
+        assert (await client.post(path, json={**wrong, "deadline_ms": 90_000})).status_code == 400
+
+
+async def test_request_does_not_begin_when_its_client_left_before_its_turn(
+    local_gateway: Gateway, begun: list[str]
+) -> None:
+    app = public_app(local_gateway)
+    raw = orjson.dumps(body(local_gateway, "low", background=False))
+
+    async def ask() -> None:
+        messages: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive() -> Message:
+            return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+        async def send(_: Message) -> None: ...
+
+        scope = {
+            "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": "/v1/completions",
+            "raw_path": b"", "root_path": "", "query_string": b"", "headers": [(b"content-type", b"application/json")],
+        }  # fmt: skip
+        await app(scope, receive, send)
+
+    await asyncio.gather(*(ask() for _ in range(3 * TURNS)))
+    assert len(begun) == TURNS
+
+
+async def test_crowd_is_refused_again_without_redis(
+    local_gateway: Gateway, redis_server: RedisServer, begun: list[str]
+) -> None:
+    redis_server.client.hset(local_gateway.settings.keys.queue, "tokens", 1_999_999)
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys)
+    scheduler.stats(prefill_tok_s=100)
+    await wait_until(lambda: local_gateway.cluster.snapshot is not None and local_gateway.cluster.snapshot.drain_tok_s)
+    low = [body(local_gateway, "low", seed=number) for number in range(5 * TURNS)]
+    first = await sent(local_gateway, low[0])
+    answers = await sent(local_gateway, *low[1:])
+    assert {answer.json()["error"]["code"] for answer in [*first, *answers]} == {"queue_full"}
+    assert len({answer.json()["error"]["message"] for answer in [*first, *answers]}) == 1
+    assert len(begun) == 1 + TURNS
