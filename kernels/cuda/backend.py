@@ -112,7 +112,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._graphs: weakref.ref[Graphs] | None = None  # of the compiled pass, while it is referenced
         self._logits_room: Tensor | None = None  # where the next logits go
         self._present: tuple[Tensor, int] | None = None  # of a compiled pass: numbers below zero are rows of padding
-        self._exchanges = False  # whether the forward pass has any
+        self._counts = [0, 0]  # of the batch that a graph computes: rows, and those that sample
+        self._selected = False  # whether those that sample have been selected in the pass that is recorded
         self._multiplied = 0  # numbers in the matrices that `linear` was given
 
     def group_numerics(self, dtype: torch.dtype) -> str:
@@ -283,8 +284,16 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return self._empty(prepared.rows, width, dtype)
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
-        """Call it on the device's stream, which a graph cannot record: a pass with exchanges has none."""
-        self._exchanges = True
+        """Call it on the device's stream. A recording is cut here: at each repetition it is called with the rows that
+        the batch has, so that ranks agree on them whatever each one pads.
+        """
+        if self.gpu.is_recording:
+            counts, of_samples = self._counts, self._selected
+            self.gpu.cut(lambda: self._exchange(x[: counts[of_samples]], call))
+        else:
+            self._exchange(x, call)
+
+    def _exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
         if self.device.type == "cuda":
             self._main.run(lambda: call(x))
         else:
@@ -306,6 +315,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     def select(self, x: Tensor, prepared: CudaPrepared) -> Tensor:
         rows, width = prepared.samples, x.shape[1]
         out = self._empty(rows, width, x.dtype)
+        self._selected = True
         if rows:
             columns = prepared.columns
             call = calls.select(rows, width, x.data_ptr(), out.data_ptr(), columns.address("sample_rows"))
@@ -429,7 +439,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         partial_rows = planner.bounds(Room(max_tokens, most, max_tokens)).partial_rows
         self._attention.reserve(partial_rows, attention[0].heads, cache.shape.head_dim)
         adapters = self._low_rank_room.is_taken
-        rooms = [] if self._exchanges else rooms_up_to(max_tokens, max_samples, layer_numbers, adapters)
+        rooms = rooms_up_to(max_tokens, max_samples, layer_numbers, adapters)
         earlier = None if self._graphs is None else self._graphs()
         if earlier is not None and earlier.fits(cache, planner, rooms, (most, vocabulary)):
             logits, columns = earlier.logits, earlier.columns
@@ -441,12 +451,13 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         def run(prepared: CudaPrepared) -> Tensor:
             columns = prepared.columns
             self._logits_room, self._present = logits, (columns.tensor, columns.address("slots"))
+            self._selected = False
             try:
                 return forward(prepared)
             finally:
                 self._logits_room = self._present = None
 
-        graphs = Graphs(self.gpu, run, rooms, columns, cache, planner, logits)
+        graphs = Graphs(self.gpu, run, rooms, columns, cache, planner, logits, self._counts)
         graphs.record(lambda room: self._prepared(NO_ROWS, cache, planner, room))
         self._graphs = weakref.ref(graphs)
         return graphs

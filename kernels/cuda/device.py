@@ -95,6 +95,17 @@ class Device(ABC):
         What work takes by `empty` belongs to the recording. Nothing may be waited for in work.
         """
 
+    @property
+    @abstractmethod
+    def is_recording(self) -> bool:
+        """Whether work is being recorded by `capture`."""
+
+    @abstractmethod
+    def cut(self, call: Callable[[], object]) -> None:
+        """Inside `capture`, end a part of the recording: each repetition calls this behind what was given before and
+        ahead of what comes after. It may wait and take memory, and is not called now.
+        """
+
     @abstractmethod
     def free_bytes(self) -> tuple[int, int]:
         """Return the memory that could still be taken, and all there is."""

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,24 @@ class CudaStream(Stream):
                     tensor.record_stream(self.stream)
 
 
+class _Recording:
+    """Graphs, one after another, and calls of the host in between. part: is open while a graph is recorded."""
+
+    def __init__(self, stream: Any, pool: Any) -> None:
+        self._stream, self._pool = stream, pool
+        self.part = ExitStack()
+        self.graphs: list[Any] = []
+        self.steps: list[Callable[[], object]] = []
+
+    def begin_part(self) -> None:
+        graph = cuda.CUDAGraph()
+        # Other threads may wait for events and take memory meanwhile.
+        how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        self.part.enter_context(cuda.graph(graph, **how))
+        self.graphs.append(graph)
+        self.steps.append(graph.replay)
+
+
 class CudaDevice(Device):
     """GPU number `index` of those that the process sees. All kernels are loaded at once, before any recording."""
 
@@ -116,6 +135,7 @@ class CudaDevice(Device):
         self.programs = {name: program for program in programs for name in program.kernels}
         self._recordings: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pool_of_recordings: Any = None
+        self._recording: _Recording | None = None  # that is being made
 
     def enter(self) -> None:
         """Make `main` of this device what torch and CuPy use in the calling thread."""
@@ -177,24 +197,40 @@ class CudaDevice(Device):
         return int(start.event.elapsed_time(end.event) * 1e6)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return a CUDA graph; all share one piece of memory, which loses its contents when another graph runs.
+        """Return CUDA graphs, one for each part; all recordings share one piece of memory, which loses its contents
+        when another one runs.
 
         Torch's operations in work ran on `main` before: libraries take memory at the first call.
         """
         self.enter()
         if not self._recordings:  # torch refuses a pool without graphs while a tensor lives that one of them took
             self._pool_of_recordings = cuda.graph_pool_handle()
-        graph, pool = cuda.CUDAGraph(), self._pool_of_recordings
-        # Other threads may wait for events and take memory meanwhile.
-        with cuda.graph(graph, pool=pool, stream=self._main.stream, capture_error_mode="thread_local"):
-            work()
-        self._recordings.add(graph)
+        recording = self._recording = _Recording(self._main.stream, self._pool_of_recordings)
+        try:
+            with recording.part:
+                recording.begin_part()
+                work()
+        finally:
+            self._recording = None
+        self._recordings.update(recording.graphs)
 
         def replay() -> None:
             self.enter()
-            graph.replay()
+            for step in recording.steps:
+                step()
 
         return replay
+
+    @property
+    def is_recording(self) -> bool:
+        return self._recording is not None
+
+    def cut(self, call: Callable[[], object]) -> None:
+        if self._recording is None:
+            raise CudaError("a recording is cut where there is none")
+        self._recording.part.close()
+        self._recording.steps.append(call)
+        self._recording.begin_part()
 
     def free_bytes(self) -> tuple[int, int]:
         """Return the driver's figures after torch gave back what it only keeps. The memory of recordings is not free,

@@ -78,15 +78,17 @@ class Graphs:
         cache: CudaCache,
         planner: Planner,
         logits: Tensor,
+        counts: list[int],
     ) -> None:
         """Record nothing yet.
 
         run: the forward pass, operation by operation; columns: int32 on the device, which all graphs read.
 
-        cache: what run reads and writes; planner: of its attention; logits: [most samples, vocabulary], its results.
+        cache: what run reads and writes; planner: of its attention; logits: [most samples, vocabulary], its results;
+        counts: gets the rows of a batch, and those that sample, before its graph runs.
         """
         self.cache, self.planner, self.columns, self.logits = cache, planner, columns, logits
-        self._rooms = rooms
+        self._rooms, self._counts = rooms, counts
         self._device, self._run = device, run
         self._decode = [room for room in rooms if not room.chunks]
         self._mixed = [room for room in rooms if room.chunks]
@@ -127,6 +129,7 @@ class Graphs:
         if prepared.graph is None or prepared.is_sent:
             return self._run(prepared)
         prepared.send(self.columns)
+        self._counts[:] = prepared.rows, prepared.samples
         replay, result = self._recorded[prepared.graph]
         replay()
         return result[: prepared.samples]

@@ -112,7 +112,8 @@ class _Recording:
     """What was given to `main` while a function ran, and the memory that it took."""
 
     def __init__(self) -> None:
-        self.work: list[_Work] = []
+        self.work: list[_Work | Callable[[], object]] = []
+        """Work, and calls of the host in between."""
         self.taken: list[Tensor] = []
 
 
@@ -199,9 +200,21 @@ class EmulatedDevice(Device):
         def replay() -> None:
             self.give(self._streams[0], _Work("memory of recordings", self._spoil_recordings))
             for one in recording.work:
-                self.give(self._streams[0], one)
+                if isinstance(one, _Work):
+                    self.give(self._streams[0], one)
+                else:
+                    one()
 
         return replay
+
+    @property
+    def is_recording(self) -> bool:
+        return self._recording is not None
+
+    def cut(self, call: Callable[[], object]) -> None:
+        if self._recording is None:
+            raise EmulatorError("a recording is cut where there is none")
+        self._recording.work.append(call)
 
     def free_bytes(self) -> tuple[int, int]:
         return self._memory.total - self._memory.used, self._memory.total

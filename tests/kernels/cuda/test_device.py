@@ -219,6 +219,35 @@ def test_a_recording_repeats_what_was_given(order: int | None) -> None:
 
 
 @pytest.mark.parametrize("order", [None, *range(4)])
+def test_calls_come_between_the_parts_of_a_recording(order: int | None) -> None:
+    device = EmulatedDevice(order)
+    total, read = device.empty((4,), torch.float32), []
+
+    def work() -> None:
+        inside = device.empty((4,), torch.float32)
+        device.main.run(lambda: inside.fill_(3))
+
+        def call() -> None:
+            device.main.record().wait()
+            read.append(float(inside[0]))
+            device.main.run(lambda: inside.add_(len(read)))
+
+        device.cut(call)
+        device.main.run(lambda: total.copy_(inside))
+
+    replay = device.capture(work)
+    assert not read and not device.is_recording
+    for expected in (4.0, 5.0):
+        replay()
+        device.main.record().wait()
+        assert (total == expected).all()
+    assert read == [3.0, 3.0]
+    with pytest.raises(EmulatorError, match="cut where there is none"):
+        device.cut(lambda: None)
+    device.close()
+
+
+@pytest.mark.parametrize("order", [None, *range(4)])
 def test_recordings_share_their_memory(order: int | None) -> None:
     device = EmulatedDevice(order)
     results = []

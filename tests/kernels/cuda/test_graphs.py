@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from bench.engine.cases import layer_matrices
 from kernels.cuda import backend
@@ -20,6 +21,7 @@ from kernels.emulator.device import EmulatedDevice
 from kernels.ops import Batch
 from services.worker.adapters.peft import linear_layers
 from services.worker.models.adapters import Pair
+from services.worker.models.layers import RowParallelLinear
 from tests.kernels.cuda.decoders import BLOCK, World, batch_of, reference_logits, shape_of, tables_of
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
 from tests.kernels.cuda.programs import SEEDS, device_of
@@ -107,6 +109,39 @@ def test_chunks_beside_decodes_are_computed_in_a_graph(family: str, paths: Any) 
         assert (found - expected).abs().max() <= 0.02 * expected.abs().max(), "the head's rows are padded"
 
 
+@pytest.mark.parametrize("order", SEEDS[:2])
+def test_exchanges_between_the_parts_of_a_graph_see_the_rows_of_the_batch(
+    order: int | None, paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that pad differently, or not at all, exchange equally much; what follows uses what an exchange has left."""
+    product, seen = RowParallelLinear.forward, []
+
+    def halve(x: Tensor) -> None:
+        seen.append(len(x))
+        x.mul_(0.5)
+
+    def exchanged(layer: RowParallelLinear, x: Tensor, selected: bool = False) -> Tensor:
+        out = product(layer, x, selected)
+        layer.ops.exchange(out, halve)
+        return out
+
+    monkeypatch.setattr(RowParallelLinear, "forward", exchanged)
+    with torch.inference_mode():
+        eager, graph = (World(paths("llama"), device_of(order), compiles, 4) for compiles in (False, True))
+        layers = len(graph.decoder.layers)
+        chunks = [[1], [2, 3, 4, 5], [9], [10, 11, 12, 13]]  # in a graph of 16 rows
+        mixed = batch_of(chunks, eager.ends, eager.tables, [True, False, True, True])
+        silent = batch_of([[1], [2], [3]], eager.ends[:3], eager.tables[:3], [True, False, True])
+        for batch, rows, samples in ((eager.decodes(3), 3, 3), (mixed, 10, 3), (silent, 3, 2)):
+            assert graph.ops.prepare(batch, graph.cache).graph is not None
+            found = []
+            for world in (eager, graph):
+                seen.clear()
+                found.append(world.logits(batch))
+                assert seen == [rows] * (2 * layers - 2) + [samples] * 2
+            assert (found[1] - found[0]).abs().max() <= 0.02 * found[0].abs().max()
+
+
 def adapters_of(world: World, numbers: int) -> None:
     """Load adapters 1 .. numbers of other ranks beside q, v, o, gate and down of both layers."""
     rows, generator = world.decoder.adapters, torch.Generator().manual_seed(7)
@@ -179,7 +214,7 @@ def test_steps_without_adapters_launch_nothing_for_them(paths: Any, monkeypatch:
 
 def test_more_chunks_than_a_graph_has_room_for_are_computed_without() -> None:
     nothing: Any = None
-    graphs = Graphs(nothing, nothing, rooms_up_to(512, 300, 1), *[nothing] * 4)
+    graphs = Graphs(nothing, nothing, rooms_up_to(512, 300, 1), *[nothing] * 5)
     for chunks, room in ((CHUNKS, Room(128, 128, CHUNKS)), (CHUNKS + 1, None)):
         batch = batch_of([[1, 2]] * chunks, [0] * chunks, tables_of(chunks, chunks))
         assert graphs.room_for(batch) == room

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call, create_autospec
@@ -186,6 +187,34 @@ def test_recording_is_graph_of_main_that_others_may_work_beside(fake: Torch) -> 
     replay()
     replay()
     assert graph.replay.call_count == 2
+
+
+def test_a_recording_that_is_cut_is_several_graphs(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, told = CudaDevice(), []
+    numbers = itertools.count()
+
+    class Graph:
+        def __init__(self) -> None:
+            self.number = next(numbers)
+
+        def replay(self) -> None:
+            told.append(f"graph {self.number}")
+
+    @contextmanager
+    def graph(recorded: Graph, **_: Any) -> Iterator[None]:
+        told.append(f"begin {recorded.number}")
+        yield
+        told.append(f"end {recorded.number}")
+
+    monkeypatch.setattr(fake.cuda, "graph", graph)
+    monkeypatch.setattr(fake.cuda, "CUDAGraph", Graph)
+    replay = device.capture(lambda: device.cut(lambda: told.append("call")))
+    assert told == ["begin 0", "end 0", "begin 1", "end 1"] and not device.is_recording
+    told.clear()
+    replay()
+    assert told == ["graph 0", "call", "graph 1"]
+    with pytest.raises(CudaError, match="cut where there is none"):
+        device.cut(lambda: None)
 
 
 def test_recordings_share_a_pool_while_one_of_them_exists(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
