@@ -8,6 +8,11 @@ from services.gateway import admission
 from services.gateway.admission import HORIZON_S, Places, content_of
 
 
+def has_place(places: Places, content: int, now: float) -> bool:
+    with places.claim(content, now) as found:
+        return found
+
+
 def test_first_refused_request_comes_when_there_is_room() -> None:
     assert Places().promise(1, "normal", 3.2, 0.5, 100.0) == 4
     assert Places().promise(1, "normal", 0.0, 0.5, 100.0) == 1
@@ -36,23 +41,26 @@ def test_time_beyond_the_horizon_is_spread_and_promises_nothing() -> None:
     after = {found.promise(number, "normal", HORIZON_S, 1.0, 100.0) for number in range(50)}
     assert min(after) >= HORIZON_S and max(after) <= 2 * HORIZON_S and len(after) > 10
     assert found.promise(99, "normal", 2.0, 1.0, 100.0) == 2
-    assert not found.take(0, 100.0 + HORIZON_S)
+    assert not has_place(found, 0, 100.0 + HORIZON_S)
 
 
 @pytest.mark.parametrize(("after_s", "kept"), [(1.9, False), (2.0, True), (3.0, True), (18.0, True), (18.1, False)])
 def test_place_is_kept_from_shortly_before_its_time(after_s: float, kept: bool) -> None:
     found = Places()
     found.promise(1, "normal", 3.0, 1.0, 100.0)
-    assert found.take(1, 100.0 + after_s) is kept
+    assert has_place(found, 1, 100.0 + after_s) is kept
 
 
-def test_place_is_taken_once_by_the_same_request() -> None:
+def test_place_is_spent_once_by_the_same_request() -> None:
     found = Places()
     found.promise(1, "normal", 3.0, 1.0, 100.0)
-    assert not found.take(2, 103.0)
-    assert not found.take(1, 100.5), "too early, which does not lose it"
-    assert found.take(1, 103.0)
-    assert not found.take(1, 103.0)
+    assert not has_place(found, 2, 103.0)
+    assert not has_place(found, 1, 100.5), "too early, which does not lose it"
+    with found.claim(1, 103.0) as first, found.claim(1, 103.0) as copy:
+        assert (first, copy) == (True, False)
+    assert has_place(found, 1, 103.0), "it was given back"
+    found.spend(1)
+    assert not has_place(found, 1, 103.0)
 
 
 def test_place_is_of_one_tenant_and_body() -> None:
@@ -71,5 +79,5 @@ def test_places_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
     found = Places()
     assert [found.promise(number, "normal", 1.0, 0.0, 100.0) for number in range(2)] == [1, 1]
     assert found.promise(3, "normal", 1.0, 0.0, 100.0) >= HORIZON_S
-    assert not found.take(3, 200.0)
+    assert not has_place(found, 3, 200.0)
     assert found.promise(3, "normal", 1.0, 0.0, 200.0) == 1
