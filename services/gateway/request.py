@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import orjson
@@ -294,7 +295,7 @@ def _tools(stored: bytes) -> ToolUse | None:
     )
 
 
-Lane = dict[str, OrderedDict[asyncio.Future[None], None]]
+Lane = dict[str, OrderedDict[asyncio.Future[Future[Any]], Callable[[], Any]]]
 """Work of a class that waits for a thread, by tenant; the next tenant first."""
 
 
@@ -309,57 +310,50 @@ class TenantThreads:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, "texts")
-        self._running: Counter[str] = Counter()  # by tenant
+        self._running: dict[Future[Any], str] = {}  # its tenant
         self._waiting: list[Lane] = [{} for _ in CLASSES]
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what a function that blocks returns. Work of a cancelled caller keeps its thread to its end."""
-        loop, tenant = asyncio.get_running_loop(), TENANT.get()
-        lane = self._waiting[CLASSES.index(PRIORITY.get())]
-        turn: asyncio.Future[None] = loop.create_future()
-        lane.setdefault(tenant, OrderedDict())[turn] = None
+        tenant, lane = TENANT.get(), self._waiting[CLASSES.index(PRIORITY.get())]
+        begun: asyncio.Future[Future[T]] = asyncio.get_running_loop().create_future()
+        lane.setdefault(tenant, OrderedDict())[begun] = partial(function, *args, **kwargs)
         self._begin()
         try:
-            await turn
+            work = await begun
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it had just got its thread
-                self._end(tenant)
-            elif turns := lane.get(tenant):
-                turns.pop(turn, None)
-                if not turns:
+            if waiting := lane.get(tenant):
+                waiting.pop(begun, None)
+                if not waiting:
                     del lane[tenant]
             raise
-
-        def release(_work: Future[T]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the process ends
-                loop.call_soon_threadsafe(self._end, tenant)
-
-        work = self._pool.submit(function, *args, **kwargs)
-        work.add_done_callback(release)
         return await asyncio.wrap_future(work)
 
     def _begin(self) -> None:
         """Give free threads to what waits."""
-        while self._running.total() < THREADS and (found := self._next()):
+        self._running = {work: tenant for work, tenant in self._running.items() if not work.done()}
+        while len(self._running) < THREADS and (found := self._next()):
             lane, tenant = found
-            turns = lane.pop(tenant)
-            turn, _ = turns.popitem(last=False)
-            if turns:  # its turn comes again after the others'
-                lane[tenant] = turns
-            if not turn.done():  # else its caller was cancelled just now
-                self._running[tenant] += 1
-                turn.set_result(None)
+            waiting = lane.pop(tenant)
+            begun, function = waiting.popitem(last=False)
+            if waiting:  # its turn comes again after the others'
+                lane[tenant] = waiting
+            if begun.done():  # its caller was cancelled just now
+                continue
+            work = self._pool.submit(function)
+            self._running[work] = tenant
+            work.add_done_callback(partial(self._ended, begun.get_loop()))
+            begun.set_result(work)
 
     def _next(self) -> tuple[Lane, str] | None:
         """Return the best class that may begin, and its tenant with the next turn."""
+        running = Counter(self._running.values())
         for lane in self._waiting:
             for tenant in lane:
-                if self._running[tenant] < TENANT_THREADS:
+                if running[tenant] < TENANT_THREADS:
                     return lane, tenant
         return None
 
-    def _end(self, tenant: str) -> None:
-        self._running[tenant] -= 1
-        if not self._running[tenant]:
-            del self._running[tenant]
-        self._begin()
+    def _ended(self, loop: asyncio.AbstractEventLoop, _work: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the process ends
+            loop.call_soon_threadsafe(self._begin)

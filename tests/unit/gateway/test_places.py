@@ -6,6 +6,7 @@ import pytest
 
 from services.gateway import admission
 from services.gateway.admission import HORIZON_S, Places, content_of
+from services.gateway.kserve.tensors import body_of
 
 
 def has_place(places: Places, content: int, now: float) -> bool:
@@ -66,6 +67,10 @@ def test_place_is_spent_once_by_the_same_request() -> None:
 def test_place_is_of_one_tenant_and_body() -> None:
     found = {content_of(tenant, body) for tenant, body in (("a", b"{}"), ("a", b"{ }"), ("b", b"{}"), ("a", b"{}"))}
     assert len(found) == 3
+
+
+def test_body_of_a_grpc_request_is_the_same_in_any_order_of_its_map() -> None:
+    assert body_of({"prompt": "x", "seed": {"b": 1, "a": 2}}) == body_of({"seed": {"a": 2, "b": 1}, "prompt": "x"})
 
 
 def test_request_that_comes_back_early_moves_no_other_back() -> None:
