@@ -80,11 +80,11 @@ async def test_realtime_chat_is_encoded_before_a_crowd_of_low(
     low = {**body, "priority": "low", "messages": [{"role": "user", "content": "low     " + "x " * 20_000}]}
     urgent = {**body, "priority": "realtime", "messages": [{"role": "user", "content": "realtime"}]}
     async with asgi(local_gateway) as client, asyncio.timeout(120):
-        tasks = [
-            asyncio.create_task(client.post("/v1/chat/completions", json=one)) for one in [*[low] * 40, urgent]
-        ]
+        tasks = []
         try:
-            await wait_until(lambda: len(asked) == len(tasks))
+            for crowd in ([low] * 40, [urgent]):
+                tasks += [asyncio.create_task(client.post("/v1/chat/completions", json=one)) for one in crowd]
+                await wait_until(lambda: len(asked) == len(tasks))
         finally:
             go.set()
         await asyncio.gather(*tasks)
@@ -92,19 +92,32 @@ async def test_realtime_chat_is_encoded_before_a_crowd_of_low(
     assert len(encoded) == len(tasks)
 
 
+async def fill(gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let as many tokens wait as class low may have, at a rate that has room for a request at once."""
+    redis_server.client.hset(gateway.settings.keys.queue, "tokens", 1_000_000)
+    ScriptedScheduler(redis_server.client, gateway.settings.keys).stats(prefill_tok_s=1_000_000)
+    await wait_until(lambda: gateway.cluster.snapshot is not None and gateway.cluster.snapshot.drain_tok_s)
+    monkeypatch.setattr(admission, "AGAIN_S", 0.0)
+
+
 async def test_copies_of_one_placed_body_have_one_place(
     local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = local_gateway.settings.keys.queue
-    redis_server.client.hset(queue, "tokens", 1_000_000)
-    ScriptedScheduler(redis_server.client, local_gateway.settings.keys).stats(prefill_tok_s=1_000_000)
-    await wait_until(lambda: local_gateway.cluster.snapshot is not None and local_gateway.cluster.snapshot.drain_tok_s)
-    monkeypatch.setattr(admission, "AGAIN_S", 0.0)
+    await fill(local_gateway, redis_server, monkeypatch)
     copy = body(local_gateway, "low")
     (first,) = await sent(local_gateway, copy)
     assert (first.status_code, first.headers["retry-after"]) == (429, "1")
     answers = await sent(local_gateway, *[copy] * 3)
     assert sorted(answer.status_code for answer in answers) == [202, 429, 429]
+
+
+async def test_place_lets_its_request_in_once(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(local_gateway, redis_server, monkeypatch)
+    copy = body(local_gateway, "low")
+    answers = [(await sent(local_gateway, copy))[0] for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [429, 202, 429]
 
 
 async def test_crowd_is_429_with_the_time_of_a_place(local_gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:

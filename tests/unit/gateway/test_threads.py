@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -93,6 +95,23 @@ async def test_better_class_begins_first_and_tenants_of_a_class_take_turns(
     assert order == [
         ("a", "realtime", 0), ("b", "high", 0), ("a", "low", 0), ("b", "low", 0), ("a", "low", 2), ("a", "low", 3),
     ]  # fmt: skip
+
+
+async def test_work_that_waits_for_a_thread_is_forgotten_with_its_caller(work: Work) -> None:
+    threads = TenantThreads()
+    greedy = [asyncio.create_task(of_tenant(threads, "greedy", work)) for _ in range(TENANT_THREADS)]
+    await wait_until(lambda: work.running == TENANT_THREADS)
+    waiting = Work()
+    gone, text = asyncio.create_task(of_tenant(threads, "greedy", waiting)), weakref.ref(waiting)
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.wait([gone])
+    del waiting, gone
+    gc.collect()
+    assert text() is None
+    work.go.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*greedy)
 
 
 async def test_errors_of_work_are_the_callers() -> None:
