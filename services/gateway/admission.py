@@ -546,6 +546,10 @@ class Turns:
         self._is_counting = False
         self._round_at = 0.0
 
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._waiting)
+
     @property
     def are_taken(self) -> bool:
         """Whether a request that comes now has to wait."""

@@ -204,8 +204,8 @@ def _set(parameter: kserve.InferParameter, value: Any) -> None:
 
 
 def body_of(fields: dict[str, Any]) -> bytes:
-    """Return the HTTP body with the same fields: the same bytes in whatever order a map brings them. Raise ApiError(400)
-    for a number that JSON cannot write.
+    """Return the HTTP body with the same fields; the order in which a map brings them does not count. Raise
+    ApiError(400) for a number that JSON cannot write.
     """
     for name, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):

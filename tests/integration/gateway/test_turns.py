@@ -12,8 +12,9 @@ import pytest
 from starlette.types import Message
 
 from services.gateway import admission
-from services.gateway.admission import TURNS, Turns
+from services.gateway.admission import TURNS, Arrival, Turns
 from services.gateway.app import public_app
+from services.gateway.auth import Caller
 from services.gateway.gateway import Gateway
 from services.gateway.openai import completions
 from services.gateway.request import THREADS
@@ -84,7 +85,7 @@ async def test_realtime_chat_is_encoded_before_a_crowd_of_low(
         try:
             for crowd in ([low] * 40, [urgent]):
                 tasks += [asyncio.create_task(client.post("/v1/chat/completions", json=one)) for one in crowd]
-                await wait_until(lambda: len(asked) == len(tasks))
+                await wait_until(lambda sent=len(tasks): len(asked) == sent)
         finally:
             go.set()
         await asyncio.gather(*tasks)
@@ -118,6 +119,15 @@ async def test_place_lets_its_request_in_once(
     copy = body(local_gateway, "low")
     answers = [(await sent(local_gateway, copy))[0] for _ in range(3)]
     assert [answer.status_code for answer in answers] == [429, 202, 429]
+
+
+async def test_requests_that_wait_for_their_turn_are_active(local_gateway: Gateway) -> None:
+    arrival = Arrival.of({}, b"{}", Caller("t"), 0.0)
+    waiting = [asyncio.create_task(local_gateway.turns.wait(arrival)) for _ in range(TURNS + 3)]
+    await asyncio.sleep(0)
+    (gauge,) = local_gateway.metrics.active.collect()
+    assert gauge.samples[0].value == 3
+    await asyncio.gather(*waiting)
 
 
 async def test_crowd_is_429_with_the_time_of_a_place(local_gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,8 @@ def test_deadline_allows_for_the_tokens_after_the_first() -> None:
 def test_time_that_has_passed_counts_for_slo_and_deadline() -> None:
     forecast = Forecast(1000.0, 35, RATE)
     for name in ("ttft_slo_ms", "deadline_ms"):
-        asked = spec(**{name: 1500})
+        limit: dict[str, Any] = {name: 1500}
+        asked = spec(**limit)
         refuse_limits(forecast, asked, 0.5)
         with pytest.raises(ApiError, match=f"{name}: the first token is predicted in 1000 ms and about 600 ms more"):
             refuse_limits(forecast, asked, 0.6)

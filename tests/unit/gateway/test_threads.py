@@ -76,7 +76,7 @@ async def test_better_class_begins_first_and_tenants_of_a_class_take_turns(
 ) -> None:
     monkeypatch.setattr(request, "THREADS", 1)
     monkeypatch.setattr(request, "TENANT_THREADS", 1)
-    threads, order = TenantThreads(), []
+    threads, order = TenantThreads(), list[tuple[str, str, int]]()
 
     async def ask(tenant: str, priority: str, number: int) -> None:
         TENANT.set(tenant)

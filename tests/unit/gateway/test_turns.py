@@ -132,7 +132,7 @@ async def test_request_past_its_deadline_does_not_begin() -> None:
 @pytest.fixture
 async def better() -> AsyncIterator[Callable[[Turns], Awaitable[None]]]:
     """Keep all turns taken by requests of class realtime, one for each that has begun."""
-    tasks = []
+    tasks: list[asyncio.Task[None]] = []
 
     async def keep(turns: Turns) -> None:
         while True:
@@ -203,9 +203,9 @@ FULL = [b"full", 900]
 @pytest.mark.parametrize(
     ("answer", "is_kept"),
     [
-        (FULL, True), ([b"tenant", 900, 2], True), ([b"late"], True), ([b"backlog", False, "requests", 9, 9, 1.0], True),
-        ([b"backlog", False, "bytes", 9, 9, 1.0], False), ([b"bytes", 9, 9, 0, 9], False),
-        ([b"tenant bytes", 9, 9, 0, 9, 2], False), ([b"rate", 9, b"tokens"], False), ([b"expired"], False),
+        (FULL, True), ([b"tenant", 900, 2], True), ([b"late"], True),
+        ([b"backlog", False, "requests", 9, 9, 1.0], True), ([b"backlog", False, "bytes", 9, 9, 1.0], False),
+        ([b"bytes", 9, 9, 0, 9], False), ([b"tenant bytes", 9, 9, 0, 9, 2], False), ([b"rate", 9, b"tokens"], False), ([b"expired"], False),
     ],
 )  # fmt: skip
 def test_refusal_for_bytes_or_for_the_request_itself_holds_for_no_other(answer: list[Any], is_kept: bool) -> None:
