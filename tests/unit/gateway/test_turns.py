@@ -205,7 +205,8 @@ FULL = [b"full", 900]
     [
         (FULL, True), ([b"tenant", 900, 2], True), ([b"late"], True),
         ([b"backlog", False, "requests", 9, 9, 1.0], True), ([b"backlog", False, "bytes", 9, 9, 1.0], False),
-        ([b"bytes", 9, 9, 0, 9], False), ([b"tenant bytes", 9, 9, 0, 9, 2], False), ([b"rate", 9, b"tokens"], False), ([b"expired"], False),
+        ([b"bytes", 9, 9, 0, 9], False), ([b"tenant bytes", 9, 9, 0, 9, 2], False),
+        ([b"rate", 9, b"tokens"], False), ([b"expired"], False),
     ],
 )  # fmt: skip
 def test_refusal_for_bytes_or_for_the_request_itself_holds_for_no_other(answer: list[Any], is_kept: bool) -> None:
