@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 AGAIN_S = 0.1
 
@@ -33,21 +31,6 @@ async def end(*tasks: asyncio.Future[Any]) -> None:
             task.exception()  # else asyncio logs that it was never retrieved
     if cancelled is not None:
         raise cancelled
-
-
-async def to_its_end(work: Awaitable[T]) -> T:
-    """Return what the work returns; a cancellation waits until it has ended, and is then raised."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        await end(task)
-        raise cancelled
-    return task.result()
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> None:

@@ -12,10 +12,11 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.gateway.auth import Caller, Keyring
 from services.gateway.cluster import MEMORY_MOST, STALE_S, Cluster, Forecast, Snapshot
@@ -51,9 +52,7 @@ CONNECTIONS_SHARE = 0.9
 """Share of ORCINUS_MAX_CONNECTIONS that requests may hold; the rest is for refusals and questions."""
 PLACES_SHARE = 0.1
 """By how much requests that were told to come back may exceed the bounds of the queue."""
-QUEUE_CODES = frozenset({"queue_full", "tenant_queue_full", "overloaded"})
-"""Of refusals for what waits, whatever limits a request sets."""
-PLACED = QUEUE_CODES | {"slo_unreachable", "deadline_unreachable"}
+PLACED = frozenset({"queue_full", "tenant_queue_full", "overloaded", "slo_unreachable", "deadline_unreachable"})
 """Refusals that name a place."""
 HORIZON_S = 60.0
 """No place is promised beyond: the answer is a time between one and two horizons, so that not all come back at once."""
@@ -81,16 +80,18 @@ TOKEN_BYTES = 4
 MANY_REREADS = "too_many_answers"
 TURNS = 4
 """Requests that begin in one round of the event loop. In the same round it accepts connections, reads heads and bodies
-and delivers tokens, so these never wait for a crowd of new requests.
+and delivers tokens, so these wait for that many new requests, and not for a crowd of them.
 """
 TURN_REQUESTS = 256
-"""That wait for their turn in this process; of all classes together, as CLASS_SHARES of a backlog."""
+"""That wait for their turn in this process; of all classes together, as CLASS_SHARES of a backlog, and by PLACES_SHARE
+more with a place.
+"""
 AGAIN_S = 1.0
 """For so long at most, and not beyond its Retry-After, a refusal of the queue holds for more requests of its tenant and
 class: the forecasts behind it are as old.
 """
 MOST_AGAIN = 4096
-"""Refusals that are kept; about 1 KiB each."""
+"""Refusals that are kept; less than 1 KiB each."""
 BODY_BYTES_PER_TOKEN = 4
 """About, of a prompt that is not yet read."""
 RECENT = 65_536
@@ -268,8 +269,8 @@ def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> A
 
 def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str, more_ms: float = 0.0) -> None:
     """Raise ApiError(429) when the first token would come after a limit that the request sets, on a model that is
-    awake by then. more_ms: of the limit that are needed for something else, such as the tokens after the first. For a
-    model that stays asleep no time to come back is named: a refusal does not wake it.
+    awake by then. more_ms: of the limit that are needed for something else, such as the tokens after the first, or have
+    passed. For a model that stays asleep no time to come back is named: a refusal does not wake it.
     """
     ttft_ms = forecast.ttft_ms + forecast.wake_ms
     if not limit_ms or ttft_ms + more_ms <= limit_ms:
@@ -296,9 +297,10 @@ def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str, more_ms
 
 def refuse_limits(forecast: Forecast, request: GenerationSpec | Arrival, passed_s: float) -> None:
     """Raise ApiError(429) for a limit of a request that cannot be kept. passed_s: since its arrival."""
-    refuse_late(forecast, "ttft_slo_ms", request.ttft_slo_ms, "slo_unreachable")
-    passed_ms = 1000 * passed_s + forecast.token_ms * (request.least_tokens - 1)
-    refuse_late(forecast, "deadline_ms", request.deadline_ms, "deadline_unreachable", passed_ms)
+    passed_ms = 1000 * passed_s
+    refuse_late(forecast, "ttft_slo_ms", request.ttft_slo_ms, "slo_unreachable", passed_ms)
+    more_ms = passed_ms + forecast.token_ms * (request.least_tokens - 1)
+    refuse_late(forecast, "deadline_ms", request.deadline_ms, "deadline_unreachable", more_ms)
 
 
 def rest_s(ttft_ms: float, limit_ms: float) -> float:
@@ -362,6 +364,7 @@ class Places:
     def __init__(self) -> None:
         self._promised = PromisedWork()
         self._due: dict[int, float] = {}  # oldest promise first
+        self._claimed: set[int] = set()
         self._admitted = [0.0] * len(CLASSES)  # seconds of work, which count less the older they are
         self._admitted_at = 0.0
 
@@ -394,19 +397,26 @@ class Places:
         self._due[content] = now + wait_s
         return max(1, math.ceil(wait_s))
 
-    def take(self, content: int, now: float) -> bool:
-        """Return whether a request has a place now, and give the place up. One that comes too early keeps it."""
+    @contextmanager
+    def claim(self, content: int, now: float) -> Iterator[bool]:
+        """Hold the place of a request: whether it has one now. Of several with one content only one has it at a time,
+        and it has it again afterwards unless it spends it.
+        """
         while self._due and now - (first := next(iter(self._due.items())))[1] > LATE_S:
             del self._due[first[0]]
-        if not self.holds(content, now):
-            return False
-        del self._due[content]
-        return True
-
-    def holds(self, content: int, now: float) -> bool:
-        """Return whether a request has a place now."""
         due = self._due.get(content)
-        return due is not None and due - EARLY_S <= now <= due + LATE_S
+        if due is None or not due - EARLY_S <= now <= due + LATE_S or content in self._claimed:
+            yield False
+            return
+        self._claimed.add(content)
+        try:
+            yield True
+        finally:
+            self._claimed.discard(content)
+
+    def spend(self, content: int) -> None:
+        """Give a claimed place up."""
+        self._due.pop(content, None)
 
 
 def content_of(tenant: str, body: bytes) -> int:
@@ -430,7 +440,7 @@ class Arrival:
     deadline_ms: int = 0
     min_tokens: int = 0
     background: bool = False
-    may_exist: bool = False  # an Idempotency-Key names it: it may be queued already, so nothing refuses it yet
+    may_exist: bool = False  # an Idempotency-Key names it: it may be queued already, so no limit on its wait refuses it
     is_echo: bool = False  # max_tokens is 0: perhaps nothing is generated
 
     @classmethod
@@ -458,6 +468,11 @@ class Arrival:
         )
 
     @property
+    def sets_its_wait(self) -> bool:
+        """Whether the longest wait of its class is not for it, as in `overloaded`."""
+        return self.background or self.ttft_slo_ms > 0
+
+    @property
     def least_tokens(self) -> int:
         return max(1, self.min_tokens)
 
@@ -467,30 +482,50 @@ class Arrival:
         return self.size_bytes // BODY_BYTES_PER_TOKEN + 1
 
 
+class Refusal(NamedTuple):
+    """What is kept of a refusal. The error itself would keep its traceback, and so the request."""
+
+    until: float  # of time.monotonic()
+    prompt_tokens: int
+    message: str
+    code: str | None
+    retry_after_s: float
+
+
 class Refusals:
     """The last refusal of the queue for each tenant and class: of a crowd that comes after it, Redis is not asked again
     for each request.
     """
 
     def __init__(self) -> None:
-        self._last: dict[tuple[str, str], tuple[float, int, ApiError]] = {}  # until when, its prompt tokens
+        self._last: dict[tuple[str, str], Refusal] = {}  # oldest first
 
-    def note(self, spec: GenerationSpec, tenant: str, refusal: ApiError, now: float) -> None:
-        if refusal.code not in QUEUE_CODES or refusal.retry_after_s is None:
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def note(self, spec: GenerationSpec, tenant: str, answer: Sequence[Any], refusal: ApiError, now: float) -> None:
+        """Keep a refusal for more requests, unless another request may have room. answer: of `Dispatcher.enqueue`."""
+        is_of_requests = answer[0] == b"backlog" and answer[2] == "requests"
+        if refusal.retry_after_s is None or not (answer[0] in (b"full", b"tenant", b"late") or is_of_requests):
             return
-        if len(self._last) >= MOST_AGAIN:
-            self._last.clear()
+        while self._last and (next(iter(self._last.values())).until <= now or len(self._last) >= MOST_AGAIN):
+            del self._last[next(iter(self._last))]
         until = now + min(AGAIN_S, refusal.retry_after_s)
-        self._last[tenant, spec.priority] = until, spec.prompt_tokens, refusal
+        self._last.pop((tenant, spec.priority), None)
+        self._last[tenant, spec.priority] = Refusal(
+            until, spec.prompt_tokens, refusal.message, refusal.code, refusal.retry_after_s
+        )
 
     def again(self, arrival: Arrival, now: float) -> ApiError | None:
-        """Return the refusal of a request that is no smaller than one that was refused just now; else None."""
-        until, tokens, refusal = self._last.get((arrival.tenant, arrival.priority), (0.0, 0, None))
-        if refusal is None or now >= until or arrival.prompt_tokens < tokens:
+        """Return the refusal of a request that seems no smaller than one that was refused just now; else None."""
+        last = self._last.get((arrival.tenant, arrival.priority))
+        if last is None or now >= last.until or arrival.is_echo:
             return None
-        if refusal.code == "overloaded" and (arrival.ttft_slo_ms or arrival.background):
-            return None  # as `overloaded`
-        return ApiError(429, refusal.message, code=refusal.code, retry_after_s=refusal.retry_after_s)
+        if arrival.size_bytes < BODY_BYTES_PER_TOKEN * last.prompt_tokens:
+            return None
+        if last.code == "overloaded" and arrival.sets_its_wait:
+            return None
+        return ApiError(429, last.message, code=last.code, retry_after_s=last.retry_after_s)
 
 
 class Turns:
@@ -534,23 +569,35 @@ class Turns:
             self._begun += 1
             return False
         tenant_share = self._tenant_share if arrival.has_others else 1.0
-        full = self._waiting.full(arrival.tenant, CLASS_SHARES[arrival.priority], tenant_share, arrival.size_bytes)
-        if full is not None and not (has_place or arrival.may_exist):
+        share = CLASS_SHARES[arrival.priority] * (1 + PLACES_SHARE if has_place else 1)
+        if full := self._waiting.full(arrival.tenant, share, tenant_share, arrival.size_bytes):
             raise backlog_full(arrival.priority, full, "their turn")
+        until, ends_at = math.inf, math.inf
         longest_s = self._max_wait_s * CLASS_SHARES[arrival.priority]
-        until = math.inf if arrival.may_exist or not longest_s else time.monotonic() + longest_s
-        ends_at = min(until, arrival.started + arrival.deadline_ms / 1000 if arrival.deadline_ms else math.inf)
-        number = CLASSES.index(arrival.priority)
-        one = Waiting(arrival.tenant, number, arrival.size_bytes, False, math.inf, loop.create_future())
+        if longest_s and not (has_place or arrival.may_exist or arrival.sets_its_wait):
+            until = time.monotonic() + longest_s
+        if arrival.deadline_ms and not arrival.may_exist:
+            ends_at = arrival.started + arrival.deadline_ms / 1000
+        one = Waiting(
+            tenant=arrival.tenant,
+            priority=CLASSES.index(arrival.priority),
+            size_bytes=arrival.size_bytes,
+            survives=False,
+            expires_at=math.inf,
+            answer=loop.create_future(),
+        )
         self._waiting.put(one)
+        end = min(until, ends_at)
         try:
-            async with asyncio.timeout_at(None if math.isinf(ends_at) else loop.time() + ends_at - time.monotonic()):
+            async with asyncio.timeout(None if math.isinf(end) else end - time.monotonic()):
                 await one.answer
         except TimeoutError:
             if ends_at < until:
                 raise expired(arrival.deadline_ms) from None
             text = f"overloaded: no turn within {longest_s:g} s, the limit of class {arrival.priority}; {RETRY}"
             raise ApiError(429, text, code="overloaded", retry_after_s=longest_s) from None
+        finally:
+            self._waiting.drop(one)
         return True
 
     def _next_round(self) -> None:
@@ -678,11 +725,11 @@ class Admission:
         try:
             if forecast is not None:
                 refuse_limits(forecast, arrival, now - arrival.started)
-            has_place = self._places.holds(arrival.content, now)
-            is_new = not (has_place or arrival.may_exist)
-            if is_new and turns.are_taken and (refusal := self._refusals.again(arrival, now)):
-                raise refusal
-            return await turns.wait(arrival, has_place)
+            with self._places.claim(arrival.content, now) as has_place:
+                is_new = not (has_place or arrival.may_exist)
+                if is_new and turns.are_taken and (refusal := self._refusals.again(arrival, now)):
+                    raise refusal
+                return await turns.wait(arrival, has_place)
         except ApiError as error:
             raise self._placed(error, arrival.content, arrival) from None
 
@@ -701,13 +748,26 @@ class Admission:
         why a new request is refused; one that was enqueued goes on. hold: as `resume`. Raise ApiError; the Generation
         must be closed.
         """
-        tenant = caller.tenant
         spec.priority = caller.priority(spec.priority)
         if last_event and spec.survives_client:  # the client has a part: a new beginning would repeat it
-            return await self.resume(spec.id, tenant, started, last_event, same_as=spec)
+            return await self.resume(spec.id, caller.tenant, started, last_event, same_as=spec)
+        with self._places.claim(spec.content, time.monotonic()) as has_place:
+            return await self._begin(spec, caller, started, refusal, hold, has_place)
+
+    async def _begin(
+        self,
+        spec: GenerationSpec,
+        caller: Caller,
+        started: float,
+        refusal: ApiError | None,
+        hold: Hold | None,
+        has_place: bool,
+    ) -> Generation:
+        """Admit and enqueue a request, as `begin`. What its place let in, or what is refused in spite of it, has spent
+        it.
+        """
+        tenant = caller.tenant
         forecast = self._forecast(spec.priority)
-        content = spec.content
-        has_place = self._places.take(content, time.monotonic())
         try:
             if refusal is not None:
                 raise refusal
@@ -715,7 +775,7 @@ class Admission:
             self._refuse_crowd(spec, caller, has_place)
         except ApiError as error:
             if not (spec.survives_client and await self._dispatcher.record(spec.id)):
-                raise self._placed(error, content, spec) from None
+                raise self._placed(error, spec.content, spec, has_place) from None
             return await self.resume(spec.id, tenant, started, same_as=spec, hold=hold)  # it is no new work
         stream = self._open_stream(spec, "" if spec.background else tenant)
         generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started)
@@ -727,8 +787,8 @@ class Admission:
         try:
             answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds, started)
             if refusal := bounds.refusal(answer, self._wait_s):
-                self._refusals.note(spec, tenant, refusal, time.monotonic())
-                raise self._placed(refusal, content, spec)
+                self._refusals.note(spec, tenant, answer, refusal, time.monotonic())
+                raise self._placed(refusal, spec.content, spec, has_place)
         except ApiError:
             self._dispatcher.close(stream)
             raise
@@ -738,6 +798,8 @@ class Admission:
         if answer[0] == b"duplicate" and spec.survives_client:
             self._dispatcher.close(stream)
             return await self.resume(spec.id, tenant, started, same_as=spec, hold=hold)
+        if has_place:
+            self._places.spend(spec.content)
         self._metrics.prompt_tokens.inc(spec.prompt_tokens)
         self._recent.admitted(spec, time.monotonic())
         self._places.admitted(spec.priority, self._wait_s(spec.prompt_tokens), time.monotonic())
@@ -820,9 +882,13 @@ class Admission:
         self._metrics.resumed.inc()
         return generation
 
-    def _placed(self, refusal: ApiError, content: int, spec: GenerationSpec | Arrival) -> ApiError:
-        """Return the refusal of a request with the time of its place."""
+    def _placed(
+        self, refusal: ApiError, content: int, spec: GenerationSpec | Arrival, had_place: bool = False
+    ) -> ApiError:
+        """Return the refusal of a request with the time of its place. had_place: it was refused in spite of one."""
         if refusal.code in PLACED and refusal.retry_after_s is not None:
+            if had_place:
+                self._places.spend(content)
             work_s = self._wait_s(spec.prompt_tokens)
             place_s = self._places.promise(content, spec.priority, refusal.retry_after_s, work_s, time.monotonic())
             refusal.headers["Retry-After"] = str(place_s)

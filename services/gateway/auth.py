@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import RETRY, ApiError, unavailable
 from services.gateway.published import Published
-from services.gateway.request import TENANT
+from services.gateway.request import PRIORITY, TENANT
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
 from shared.redis_client import WRONG_TYPE, connect
@@ -303,6 +303,7 @@ class RequireKey:
         scope["state"]["caller"] = caller
         scope["state"]["tenant"] = caller.tenant
         TENANT.set(caller.tenant)
+        PRIORITY.set(caller.priority(""))
         await self._app(scope, receive, send)
 
 

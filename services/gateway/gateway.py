@@ -50,7 +50,7 @@ class Gateway:
         self.siblings: Siblings | None = None  # the other processes behind the same ports
         self.started_s = int(time.time())
         self._watching: list[asyncio.Task[None]] = []
-        self.metrics.active.set_function(lambda: self._streams)
+        self.metrics.active.set_function(lambda: self._active)
         self.metrics.watch(self.cluster, self.models.reason_not_ready)
 
     async def start(self) -> None:
@@ -112,6 +112,11 @@ class Gateway:
             await asyncio.sleep(0.02)
 
     @property
+    def _active(self) -> int:
+        """Return how many requests run, or wait for their turn or for their end."""
+        return self._streams + len(self.turns)
+
+    @property
     def _streams(self) -> int:
         """Return how many requests run here, of all models."""
         return sum(len(each.dispatcher.streams) for each in self.models.models())
@@ -127,7 +132,7 @@ class Gateway:
             "id": self.id,
             "model": self.settings.served_model_name,
             "models": self.models.states(),
-            "active_requests": self._streams,
+            "active_requests": self._active,
             "draining": self.draining,
             "not_ready": self.reason_not_ready() or None,
         }

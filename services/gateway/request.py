@@ -12,12 +12,13 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakValueDictionary
 
 import orjson
 from google.protobuf.message import Message
@@ -35,6 +36,8 @@ TENANT_THREADS = THREADS // 2
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
 """Of the request that the current task answers."""
+PRIORITY: ContextVar[str] = ContextVar("priority", default="normal")
+"""Its class, or that of its key where it names none."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -292,28 +295,65 @@ def _tools(stored: bytes) -> ToolUse | None:
     )
 
 
+Lane = dict[str, OrderedDict[asyncio.Future[Future[Any]], Callable[[], Any]]]
+"""Work of a class that waits for a thread, by tenant; the next tenant first."""
+
+
 class TenantThreads:
     """The threads of one model that run long work on texts beside the event loop: half of them for a tenant.
 
     Encoding a conversation of 4 MB takes seconds. Where a tenant has all of its threads at work, more of its work
-    waits, and that of another tenant begins at once. `TENANT` is set where a caller is known: by RequireKey, by the
-    gRPC front, by lines of batches.
+    waits, and that of another tenant begins at once. Of what waits the better class begins first, tenants of a class in
+    turn. `TENANT` is set where a caller is known: by RequireKey, by the gRPC front, by lines of batches; `PRIORITY`
+    by RequireKey, and where a request waits for its turn.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, "texts")
-        self._free: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # threads left of each tenant
+        self._running: dict[Future[Any], str] = {}  # its tenant
+        self._waiting: list[Lane] = [{} for _ in CLASSES]
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what a function that blocks returns. Work of a cancelled caller keeps its thread to its end."""
-        loop, tenant = asyncio.get_running_loop(), TENANT.get()
-        free = self._free.setdefault(tenant, asyncio.Semaphore(TENANT_THREADS))
-        await free.acquire()
-
-        def release(_work: Future[T]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the process ends
-                loop.call_soon_threadsafe(free.release)
-
-        work = self._pool.submit(function, *args, **kwargs)
-        work.add_done_callback(release)
+        tenant, lane = TENANT.get(), self._waiting[CLASSES.index(PRIORITY.get())]
+        begun: asyncio.Future[Future[T]] = asyncio.get_running_loop().create_future()
+        lane.setdefault(tenant, OrderedDict())[begun] = partial(function, *args, **kwargs)
+        self._begin()
+        try:
+            work = await begun
+        except asyncio.CancelledError:
+            if waiting := lane.get(tenant):
+                waiting.pop(begun, None)
+                if not waiting:
+                    del lane[tenant]
+            raise
         return await asyncio.wrap_future(work)
+
+    def _begin(self) -> None:
+        """Give free threads to what waits."""
+        self._running = {work: tenant for work, tenant in self._running.items() if not work.done()}
+        while len(self._running) < THREADS and (found := self._next()):
+            lane, tenant = found
+            waiting = lane.pop(tenant)
+            begun, function = waiting.popitem(last=False)
+            if waiting:  # its turn comes again after the others'
+                lane[tenant] = waiting
+            if begun.done():  # its caller was cancelled just now
+                continue
+            work = self._pool.submit(function)
+            self._running[work] = tenant
+            work.add_done_callback(partial(self._ended, begun.get_loop()))
+            begun.set_result(work)
+
+    def _next(self) -> tuple[Lane, str] | None:
+        """Return the best class that may begin, and its tenant with the next turn."""
+        running = Counter(self._running.values())
+        for lane in self._waiting:
+            for tenant in lane:
+                if running[tenant] < TENANT_THREADS:
+                    return lane, tenant
+        return None
+
+    def _ended(self, loop: asyncio.AbstractEventLoop, _work: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the process ends
+            loop.call_soon_threadsafe(self._begin)

@@ -16,7 +16,6 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
-#include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -26,6 +25,7 @@
 #endif
 
 #include "kernels.h"
+#include "sleeper.h"
 
 namespace {
 
@@ -114,45 +114,14 @@ void bind_to_place([[maybe_unused]] int thread) {
 #endif
 }
 
-// Keeps the other threads off the core of the one that calls.
-//
-// A thread is woken on the core where it slept last. In a virtual machine that can be the caller's though another is
-// idle: the host has halted the idle one, which Linux takes for busy. The thread then waits there until the kernel
-// balances its queues, some milliseconds, and the caller does the work of several programs alone.
-class OtherCores {
- public:
-  void add([[maybe_unused]] std::thread& thread) {
+// Before a program, by the thread that calls it.
+void move_away([[maybe_unused]] const std::vector<std::shared_ptr<Sleeper>>& sleepers) {
 #if defined(__linux__)
-    process_ = getpid();
-    threads_.push_back(thread.native_handle());
-    core_ = -1;
+  const int core = sched_getcpu();
+  if (core < 0 || core >= CPU_SETSIZE || binds_to_places()) return;
+  for (auto& one : sleepers) one->move_away_from(core);
 #endif
-  }
-
-  // Before a program, by the thread that calls it.
-  void leave_mine() {
-#if defined(__linux__)
-    const int core = sched_getcpu();
-    if (core == core_) return;
-    core_ = core;
-    if (core < 0 || core >= CPU_SETSIZE || binds_to_places()) return;
-    if (process_ != getpid()) return;  // a child has none of its parent's threads
-    cpu_set_t cores;
-    if (sched_getaffinity(0, sizeof cores, &cores)) return;
-    CPU_CLR(core, &cores);
-    if (CPU_COUNT(&cores) == 0) return;
-    // Where the system refuses, a thread stays where it is.
-    for (const pthread_t thread : threads_) pthread_setaffinity_np(thread, sizeof cores, &cores);
-#endif
-  }
-
- private:
-#if defined(__linux__)
-  pid_t process_ = 0;
-  std::vector<pthread_t> threads_;
-  int core_ = -1;  // the caller's, when it was last looked at
-#endif
-};
+}
 
 struct alignas(64) Counter {
   std::atomic<int64_t> value{0};
@@ -247,7 +216,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
     threads_.store(program.threads, std::memory_order_relaxed);
     end_.store(first_ + program.count, std::memory_order_release);
     if (program.threads > 1) {
-      others_.leave_mine();
+      move_away(sleepers_);
       begun_.notify();
     }
     take_part(0);
@@ -265,11 +234,14 @@ class Runner : public std::enable_shared_from_this<Runner> {
 
   bool start_thread() {
     try {
-      std::thread started([self = shared_from_this(), thread = started_ + 1] {
+      auto sleeper = std::make_shared<Sleeper>();
+      sleepers_.reserve(sleepers_.size() + 1);
+      std::thread started([self = shared_from_this(), thread = started_ + 1, sleeper] {
         bind_to_place(thread);
-        self->work(thread);
+        self->work(thread, *sleeper);
       });
-      others_.add(started);
+      sleeper->started(started);
+      sleepers_.push_back(std::move(sleeper));
       started.detach();
       return true;
     } catch (const std::system_error&) {
@@ -277,12 +249,14 @@ class Runner : public std::enable_shared_from_this<Runner> {
     }
   }
 
-  void work(int thread) {
+  void work(int thread, Sleeper& sleeper) {
     for (;;) {
       const uint32_t begun = begun_.count();
       if (stopped_.load(std::memory_order_relaxed)) return;
       take_part(thread);
+      sleeper.sleeps();
       begun_.wait(begun);
+      sleeper.woke();
     }
   }
 
@@ -326,7 +300,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
   int64_t first_ = 0;
   int started_ = 0;
   EventCount begun_, closed_;  // programs, commands
-  OtherCores others_;
+  std::vector<std::shared_ptr<Sleeper>> sleepers_;  // of the other threads
   Team::Shared shared_;
 };
 

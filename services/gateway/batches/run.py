@@ -30,7 +30,7 @@ from services.gateway.batches.usage import Usage, usage_of
 from services.gateway.errors import TAKEN_OVER, UNAVAILABLE, ApiError
 from services.gateway.metrics import Metrics
 from shared.batch_lines import RETRIED, LineError, answer_line
-from shared.tasks import end, to_its_end
+from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -87,6 +87,7 @@ class Run:
         self._state = BatchState()
         self._folder = means.batches.folder(batch.owner, batch.id)
         self._running: dict[int, Exchange] = {}
+        self._writing: asyncio.Future[None] | None = None  # the last write of the state
 
     async def run(self) -> None:
         """Run to the end of the batch. Raise Outdated; before the end of its window also OSError and others."""
@@ -98,6 +99,7 @@ class Run:
             if time.time() < self._order.expires_at:
                 raise
             log.exception("batch %s ends with what it has; its window is over", self._batch.id)
+            await self._written()
             await self._means.files.in_thread(self._give_up)
 
     async def _run(self) -> None:
@@ -134,10 +136,16 @@ class Run:
         return Journal(self._folder, self._epoch)
 
     async def _write(self) -> None:
-        """Write the state to the disk. A cancellation waits for it: a thread that was left would put an older state in
-        place of a later one.
-        """
-        await to_its_end(self._means.files.in_thread(self._means.batches.write, self._batch, self._state))
+        """Write the state to the disk, behind a write that its task was cancelled at: it would land later."""
+        await self._written()
+        files, batches = self._means.files, self._means.batches
+        self._writing = asyncio.ensure_future(files.in_thread(batches.write, self._batch, self._state))
+        await asyncio.shield(self._writing)
+
+    async def _written(self) -> None:
+        """Return when no thread writes the state."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
 
     # Lines
 

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -196,7 +196,8 @@ class Backlog(Generic[W]):
         """
         self._requests = requests
         self._a_call = a_call
-        self._lanes: list[dict[str, deque[W]]] = [{} for _ in CLASSES]  # by class, by tenant; the next tenant first
+        # By class, by tenant; the next tenant first.
+        self._lanes: list[dict[str, OrderedDict[W, None]]] = [{} for _ in CLASSES]
         self._held: Counter[str] = Counter()  # by tenant
         self._bytes = 0
         self._bytes_of: Counter[str] = Counter()  # by tenant
@@ -227,7 +228,7 @@ class Backlog(Generic[W]):
         return None
 
     def put(self, entry: W) -> None:
-        self._lanes[entry.priority].setdefault(entry.tenant, deque()).append(entry)
+        self._lanes[entry.priority].setdefault(entry.tenant, OrderedDict())[entry] = None
         self._held[entry.tenant] += 1
         self._bytes += entry.size_bytes
         self._bytes_of[entry.tenant] += entry.size_bytes
@@ -241,10 +242,13 @@ class Backlog(Generic[W]):
         room = BATCH_BYTES
         for lane in self._lanes:
             while lane and len(batch) < (self._a_call or BATCH_REQUESTS):
-                entry = next(iter(lane.values()))[0]
+                tenant, entries = next(iter(lane.items()))
+                entry = next(iter(entries))
                 if batch and entry.size_bytes > room:
                     return batch, late
-                self._remove(lane, entry)
+                self.drop(entry)
+                if entries:  # the tenant's turn comes again after the others'
+                    lane[tenant] = lane.pop(tenant)
                 if entry.answer.done() and not entry.survives:
                     continue
                 if now >= entry.expires_at:
@@ -254,12 +258,15 @@ class Backlog(Generic[W]):
                 room -= entry.size_bytes
         return batch, late
 
-    def _remove(self, lane: dict[str, deque[W]], entry: W) -> None:
-        """Take out the first request of the lane's next tenant; the tenant's turn comes again after the others'."""
-        entries = lane.pop(entry.tenant)
-        entries.popleft()
-        if entries:
-            lane[entry.tenant] = entries
+    def drop(self, entry: W) -> None:
+        """Forget a request, wherever it waits; nothing where it does not wait any more."""
+        lane = self._lanes[entry.priority]
+        entries = lane.get(entry.tenant)
+        if entries is None or entry not in entries:
+            return
+        del entries[entry]
+        if not entries:
+            del lane[entry.tenant]
         self._held[entry.tenant] -= 1
         self._bytes_of[entry.tenant] -= entry.size_bytes
         if not self._held[entry.tenant]:
@@ -339,16 +346,16 @@ def entry_of(
         ]  # fmt: skip
 
     return Entry(
-        caller.tenant,
-        CLASSES.index(spec.priority),
-        request.ByteSize() + len(prompts) + len(delivery) + spec.conversation_bytes,
-        spec.survives_client,
-        started + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,
-        asyncio.get_running_loop().create_future(),
-        spec.id,
-        spec.is_named,
-        [keys.req(spec.id), keys.requests(spec.priority), keys.bucket(caller.bucket), keys.prompt(spec.id)],
-        arguments,
+        tenant=caller.tenant,
+        priority=CLASSES.index(spec.priority),
+        size_bytes=request.ByteSize() + len(prompts) + len(delivery) + spec.conversation_bytes,
+        survives=spec.survives_client,
+        expires_at=started + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,
+        answer=asyncio.get_running_loop().create_future(),
+        request_id=spec.id,
+        is_named=spec.is_named,
+        keys=[keys.req(spec.id), keys.requests(spec.priority), keys.bucket(caller.bucket), keys.prompt(spec.id)],
+        arguments=arguments,
     )
 
 
@@ -496,7 +503,12 @@ class Dispatcher:
         try:
             async with asyncio.timeout(left_s):
                 return await entry.answer
+        except asyncio.CancelledError:
+            if not entry.survives:
+                self._backlog.drop(entry)
+            raise
         except TimeoutError:
+            self._backlog.drop(entry)
             if not entry.is_named:  # it may be in the call that runs now
                 self.cancel(entry.request_id, "its deadline passed before it was enqueued")
             return [b"expired"]

@@ -204,11 +204,13 @@ def _set(parameter: kserve.InferParameter, value: Any) -> None:
 
 
 def body_of(fields: dict[str, Any]) -> bytes:
-    """Return the HTTP body with the same fields. Raise ApiError(400) for a number that JSON cannot write."""
+    """Return the HTTP body with the same fields; the order in which a map brings them does not count. Raise
+    ApiError(400) for a number that JSON cannot write.
+    """
     for name, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise invalid(name, f"{name} must be a finite number; got {value}")
-    return orjson.dumps(fields)
+    return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
 
 
 def _count_fields(data: memoryview, most: int, nested: frozenset[int] = frozenset()) -> int:

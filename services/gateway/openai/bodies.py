@@ -35,7 +35,7 @@ from services.gateway.auth import Caller
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
-from services.gateway.request import GenerationSpec, Limits
+from services.gateway.request import PRIORITY, GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
 from shared.columns import pack, pack_float
@@ -586,6 +586,7 @@ async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], starte
 
 async def wait_for_turn(gateway: Gateway, name: Any, caller: Caller, arrival: Arrival) -> bool:
     """Return when a request may begin: whether it had to wait. name: of the model in its body. Raise ApiError(429)."""
+    PRIORITY.set(arrival.priority)
     models = gateway.models
     known = models.open.get(name) or models.with_adapter(name) if isinstance(name, str) else None
     model = models.first if name is None else known

@@ -142,7 +142,7 @@ def drafted(reference: Reference) -> list[NewRequest]:
     return made
 
 
-def count_drafts(core: Scheduler) -> None:
+def check_drafts(core: Scheduler) -> None:
     stats = core.stats()
     assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
 
@@ -161,7 +161,7 @@ def test_drafts_leave_transformers_tokens(
     for at in range(1, len(reference.prompts), 2):
         told = unpack_records(recorded.logprobs[f"r{at}", 0], 3)
         assert [one.best[0][0] for one in told] == reference.outputs[at]
-    count_drafts(core)
+    check_drafts(core)
     assert core.stats()["swapped_blocks"] > 0
 
 
@@ -199,7 +199,7 @@ def test_ranks_of_emulated_gpus_give_transformers_tokens(
         requests = drafted(reference)[:4]
         recorded, core = in_process.run(replica, requests, "orcinus", lookahead=0, microbatches=2, speculate="suffix")
     assert tokens_of(recorded) == reference.outputs[:4]
-    count_drafts(core)
+    check_drafts(core)
 
 
 class CountedDevice(EmulatedDevice):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import httpx
@@ -11,10 +12,12 @@ import pytest
 from starlette.types import Message
 
 from services.gateway import admission
-from services.gateway.admission import TURNS, Turns
+from services.gateway.admission import TURNS, Arrival, Turns
 from services.gateway.app import public_app
+from services.gateway.auth import Caller
 from services.gateway.gateway import Gateway
 from services.gateway.openai import completions
+from services.gateway.request import THREADS
 from tests.integration.gateway.conftest import asgi
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
@@ -53,6 +56,78 @@ async def test_realtime_begins_before_a_crowd_of_low(local_gateway: Gateway, beg
     assert {answer.status_code for answer in answers} == {202}
     assert begun.index("realtime") <= 2 * TURNS
     assert len(begun) == 31
+
+
+async def test_realtime_chat_is_encoded_before_a_crowd_of_low(
+    local_gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, go = local_gateway.first.text, threading.Event()
+    encode, run = model.chat.encode, model.threads.run
+    encoded: list[str] = []
+    asked: list[str] = []
+
+    def blocked(messages: list[dict[str, Any]], *given: Any) -> Any:
+        encoded.append(messages[0]["content"][:8])
+        go.wait(300)
+        return encode(messages, *given)
+
+    async def noted(*given: Any) -> Any:
+        asked.append("")
+        return await run(*given)
+
+    monkeypatch.setattr(model.chat, "encode", blocked)
+    monkeypatch.setattr(model.threads, "run", noted)
+    body = {"model": local_gateway.first.name, "max_tokens": 1, "background": True}
+    low = {**body, "priority": "low", "messages": [{"role": "user", "content": "low     " + "x " * 20_000}]}
+    urgent = {**body, "priority": "realtime", "messages": [{"role": "user", "content": "realtime"}]}
+    async with asgi(local_gateway) as client, asyncio.timeout(120):
+        tasks = []
+        try:
+            for crowd in ([low] * 40, [urgent]):
+                tasks += [asyncio.create_task(client.post("/v1/chat/completions", json=one)) for one in crowd]
+                await wait_until(lambda sent=len(tasks): len(asked) == sent)
+        finally:
+            go.set()
+        await asyncio.gather(*tasks)
+    assert encoded.index("realtime") < 2 * THREADS < len(encoded), "those at work end first"
+    assert len(encoded) == len(tasks)
+
+
+async def fill(gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let as many tokens wait as class low may have, at a rate that has room for a request at once."""
+    redis_server.client.hset(gateway.settings.keys.queue, "tokens", 1_000_000)
+    ScriptedScheduler(redis_server.client, gateway.settings.keys).stats(prefill_tok_s=1_000_000)
+    await wait_until(lambda: gateway.cluster.snapshot is not None and gateway.cluster.snapshot.drain_tok_s)
+    monkeypatch.setattr(admission, "AGAIN_S", 0.0)
+
+
+async def test_copies_of_one_placed_body_have_one_place(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(local_gateway, redis_server, monkeypatch)
+    copy = body(local_gateway, "low")
+    (first,) = await sent(local_gateway, copy)
+    assert (first.status_code, first.headers["retry-after"]) == (429, "1")
+    answers = await sent(local_gateway, *[copy] * 3)
+    assert sorted(answer.status_code for answer in answers) == [202, 429, 429]
+
+
+async def test_place_lets_its_request_in_once(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(local_gateway, redis_server, monkeypatch)
+    copy = body(local_gateway, "low")
+    answers = [(await sent(local_gateway, copy))[0] for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [429, 202, 429]
+
+
+async def test_requests_that_wait_for_their_turn_are_active(local_gateway: Gateway) -> None:
+    arrival = Arrival.of({}, b"{}", Caller("t"), 0.0)
+    waiting = [asyncio.create_task(local_gateway.turns.wait(arrival)) for _ in range(TURNS + 3)]
+    await asyncio.sleep(0)
+    (gauge,) = local_gateway.metrics.active.collect()
+    assert gauge.samples[0].value == 3
+    await asyncio.gather(*waiting)
 
 
 async def test_crowd_is_429_with_the_time_of_a_place(local_gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +182,9 @@ async def test_request_does_not_begin_when_its_client_left_before_its_turn(
 
 
 async def test_crowd_is_refused_again_without_redis(
-    local_gateway: Gateway, redis_server: RedisServer, begun: list[str]
+    local_gateway: Gateway, redis_server: RedisServer, begun: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(admission, "AGAIN_S", 60.0)
     redis_server.client.hset(local_gateway.settings.keys.queue, "tokens", 1_999_999)
     scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys)
     scheduler.stats(prefill_tok_s=100)

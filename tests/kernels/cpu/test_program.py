@@ -28,7 +28,6 @@ pytestmark = pytest.mark.sanitized
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, BLOCK = 97, 64, 4, 2, 16, 80, 3, 16
 MAX_TOKENS, MAX_SAMPLES = 50, 12
-UNBOUND = {"OMP_PROC_BIND": "false", "GOMP_CPU_AFFINITY": "", "OMP_PLACES": ""}
 FORK, CHILD_S = multiprocessing.get_context("fork"), 60
 CORES_OF_THREADS = """
 import json, os, sys, time, torch
@@ -44,30 +43,6 @@ while used != cores and time.monotonic() < until:
 print(json.dumps(sorted(used)))
 """
 """Prints the cores of all threads of a process that the OpenMP runtime binds; they bind themselves as they start."""
-CORES_LEFT_TO_OTHERS = """
-import ctypes, json, os, sys, time, torch
-from kernels.cpu.library import Library
-from kernels.cpu.backend import CpuOps
-from kernels.ops import Norm
-cores, libc = json.loads(sys.argv[2]), ctypes.CDLL(None)
-ops, norm = CpuOps(Library(sys.argv[1], "given"), 2), Norm(torch.ones(64), None, 1e-5)
-before = set(os.listdir("/proc/self/task"))
-ops.norm(torch.ones((3, 64)), norm)
-(other,) = set(os.listdir("/proc/self/task")) - before
-left = []
-for core in (*cores, *cores):
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        os.sched_setaffinity(0, {core})
-        os.sched_setaffinity(0, cores)
-        began = libc.sched_getcpu()
-        ops.norm(torch.ones((3, 64)), norm)
-        if began == libc.sched_getcpu() == core:
-            break
-    left.append(sorted(os.sched_getaffinity(int(other))))
-print(json.dumps(left))
-"""
-"""Prints the cores that the other thread of a team may have when its caller is on each of the process's in turn."""
 
 
 class Model:
@@ -206,16 +181,6 @@ def test_threads_use_all_cores_where_openmp_binds_the_first(best_variant: str) -
     program = [sys.executable, "-c", CORES_OF_THREADS, str(path(best_variant)), json.dumps(cores)]
     done = subprocess.run(program, env=os.environ | binding, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == cores
-
-
-def test_another_thread_leaves_the_core_of_its_caller(best_variant: str) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) == 1:
-        pytest.skip("this process may use one core only")
-    program = [sys.executable, "-c", CORES_LEFT_TO_OTHERS, str(path(best_variant)), json.dumps(cores)]
-    done = subprocess.run(program, env=os.environ | UNBOUND, capture_output=True, text=True, check=True)
-    expected = [[other for other in cores if other != core] for core in (*cores, *cores)]
-    assert json.loads(done.stdout) == expected
 
 
 def test_exchanges_see_the_rows_of_each_step_between_operations(variant: str) -> None:

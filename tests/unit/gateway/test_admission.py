@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.gateway import admission
-from services.gateway.admission import CLASS_SHARES, MANY_REREADS, Bounds, HeldBytes, Recent, refuse_late
+from services.gateway.admission import CLASS_SHARES, MANY_REREADS, Bounds, HeldBytes, Recent, refuse_late, refuse_limits
 from services.gateway.auth import Caller
 from services.gateway.cluster import Forecast, Snapshot
 from services.gateway.delivery.dispatcher import entry_of
@@ -147,6 +147,16 @@ def test_deadline_allows_for_the_tokens_after_the_first() -> None:
             refuse_late(forecast, "deadline_ms", deadline_ms - 1, "deadline_unreachable", more_ms)
         assert refused.value.headers["Retry-After"] == "1"
     assert spec(max_tokens=31, min_tokens=5).least_tokens == 5, "an end-of-text token may end it"
+
+
+def test_time_that_has_passed_counts_for_slo_and_deadline() -> None:
+    forecast = Forecast(1000.0, 35, RATE)
+    for name in ("ttft_slo_ms", "deadline_ms"):
+        limit: dict[str, Any] = {name: 1500}
+        asked = spec(**limit)
+        refuse_limits(forecast, asked, 0.5)
+        with pytest.raises(ApiError, match=f"{name}: the first token is predicted in 1000 ms and about 600 ms more"):
+            refuse_limits(forecast, asked, 0.6)
 
 
 def test_forecast_counts_what_statistics_do_not_show_yet() -> None:

@@ -61,6 +61,18 @@ def test_tenant_may_hold_its_share_of_the_bytes() -> None:
     assert waiting.full("a", 0.8, 0.5, module.BACKLOG_BYTES // 4) is None
 
 
+def test_dropped_request_counts_no_more_behind_better_classes() -> None:
+    one, other = entry("a", "low"), entry("b", "low")
+    waiting = filled(one, other, entry("c"), requests=4)
+    assert waiting.full("u", 0.75, 1.0, 1)
+    waiting.drop(one)
+    waiting.drop(one)
+    assert waiting.full("u", 0.75, 1.0, 1) is None
+    assert (len(waiting), taken(waiting)) == (2, "c b")
+    waiting.drop(other)
+    assert len(waiting) == 0
+
+
 def test_request_past_its_deadline_is_not_enqueued() -> None:
     waiting = filled(entry("a", expires_at=5.0), entry("b", expires_at=5.1), entry("c"))
     batch, late = waiting.take(5.0)

@@ -6,6 +6,12 @@ import pytest
 
 from services.gateway import admission
 from services.gateway.admission import HORIZON_S, Places, content_of
+from services.gateway.kserve.tensors import body_of
+
+
+def has_place(places: Places, content: int, now: float) -> bool:
+    with places.claim(content, now) as found:
+        return found
 
 
 def test_first_refused_request_comes_when_there_is_room() -> None:
@@ -36,28 +42,35 @@ def test_time_beyond_the_horizon_is_spread_and_promises_nothing() -> None:
     after = {found.promise(number, "normal", HORIZON_S, 1.0, 100.0) for number in range(50)}
     assert min(after) >= HORIZON_S and max(after) <= 2 * HORIZON_S and len(after) > 10
     assert found.promise(99, "normal", 2.0, 1.0, 100.0) == 2
-    assert not found.take(0, 100.0 + HORIZON_S)
+    assert not has_place(found, 0, 100.0 + HORIZON_S)
 
 
 @pytest.mark.parametrize(("after_s", "kept"), [(1.9, False), (2.0, True), (3.0, True), (18.0, True), (18.1, False)])
 def test_place_is_kept_from_shortly_before_its_time(after_s: float, kept: bool) -> None:
     found = Places()
     found.promise(1, "normal", 3.0, 1.0, 100.0)
-    assert found.take(1, 100.0 + after_s) is kept
+    assert has_place(found, 1, 100.0 + after_s) is kept
 
 
-def test_place_is_taken_once_by_the_same_request() -> None:
+def test_place_is_spent_once_by_the_same_request() -> None:
     found = Places()
     found.promise(1, "normal", 3.0, 1.0, 100.0)
-    assert not found.take(2, 103.0)
-    assert not found.take(1, 100.5), "too early, which does not lose it"
-    assert found.take(1, 103.0)
-    assert not found.take(1, 103.0)
+    assert not has_place(found, 2, 103.0)
+    assert not has_place(found, 1, 100.5), "too early, which does not lose it"
+    with found.claim(1, 103.0) as first, found.claim(1, 103.0) as copy:
+        assert (first, copy) == (True, False)
+    assert has_place(found, 1, 103.0), "it was given back"
+    found.spend(1)
+    assert not has_place(found, 1, 103.0)
 
 
 def test_place_is_of_one_tenant_and_body() -> None:
     found = {content_of(tenant, body) for tenant, body in (("a", b"{}"), ("a", b"{ }"), ("b", b"{}"), ("a", b"{}"))}
     assert len(found) == 3
+
+
+def test_body_of_a_grpc_request_is_the_same_in_any_order_of_its_map() -> None:
+    assert body_of({"prompt": "x", "seed": {"b": 1, "a": 2}}) == body_of({"seed": {"a": 2, "b": 1}, "prompt": "x"})
 
 
 def test_request_that_comes_back_early_moves_no_other_back() -> None:
@@ -71,5 +84,5 @@ def test_places_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
     found = Places()
     assert [found.promise(number, "normal", 1.0, 0.0, 100.0) for number in range(2)] == [1, 1]
     assert found.promise(3, "normal", 1.0, 0.0, 100.0) >= HORIZON_S
-    assert not found.take(3, 200.0)
+    assert not has_place(found, 3, 200.0)
     assert found.promise(3, "normal", 1.0, 0.0, 200.0) == 1

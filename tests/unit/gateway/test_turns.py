@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +19,12 @@ from services.gateway.errors import ApiError
 from tests.support import generations
 
 
-def arrival(priority: str = "normal", tenant: str = "t", has_others: bool = False, **body: Any) -> Arrival:
+def arrival(
+    priority: str = "normal", tenant: str = "t", has_others: bool = False, named: bool = False, **body: Any
+) -> Arrival:
+    """Return one that came a second ago, with a body of 4 bytes."""
     caller = Caller(tenant, has_others=has_others)
-    return Arrival.of({"priority": priority, **body}, b"{}", caller, time.monotonic() - 1.0)
+    return Arrival.of({"priority": priority, **body}, b"{  }", caller, time.monotonic() - 1.0, named)
 
 
 async def begun(turns: Turns, *arrivals: Arrival) -> list[int]:
@@ -70,9 +75,10 @@ async def test_tenants_of_a_class_take_turns() -> None:
 async def test_requests_begin_a_few_in_a_round() -> None:
     turns, rounds = Turns(0.5, 60.0), []
     tasks = [asyncio.create_task(turns.wait(arrival())) for _ in range(3 * TURNS)]
-    while not all(task.done() for task in tasks):
-        await asyncio.sleep(0)
-        rounds.append(sum(task.done() for task in tasks))
+    async with asyncio.timeout(30):
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            rounds.append(sum(task.done() for task in tasks))
     assert max(later - before for before, later in pairwise([0, *rounds])) == TURNS
     assert [task.result() for task in tasks] == [False] * TURNS + [True] * 2 * TURNS
 
@@ -83,9 +89,9 @@ async def test_requests_that_waited_take_the_turns_of_their_round() -> None:
     seen = []
     for _ in range(4):
         await asyncio.sleep(0)
-        seen.append((len(turns), turns.are_taken))
+        seen.append(turns.are_taken)
     await asyncio.gather(*tasks)
-    assert seen == [(TURNS, True), (0, True), (0, False), (0, False)]
+    assert seen == [True, True, False, False]
 
 
 async def test_crowd_refuses_less_urgent_classes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +100,20 @@ async def test_crowd_refuses_less_urgent_classes_first(monkeypatch: pytest.Monke
     assert await refused(Turns(0.5, 60.0), arrival("low"), crowd) == "queue_full"
     assert await refused(Turns(0.5, 60.0), arrival("low"), crowd[:-1]) == ""
     assert await refused(Turns(0.5, 60.0), arrival("realtime"), crowd) == ""
-    assert await refused(Turns(0.5, 60.0), arrival("low"), crowd, has_place=True) == ""
+
+
+async def test_named_requests_are_bounded_and_leave_room_to_better_classes() -> None:
+    crowd = [arrival("low", "a", True, named=True) for _ in range(300)]
+    assert await refused(Turns(0.5, 60.0), arrival("low", "a", True, named=True), crowd) == "tenant_queue_full"
+    assert await refused(Turns(0.5, 60.0), arrival("realtime", "b", True), crowd) == ""
+
+
+async def test_place_exceeds_the_bound_by_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "TURN_REQUESTS", 40)
+    for held, code in ((20, ""), (21, ""), (22, "queue_full")):
+        crowd = [*FIRST, *(arrival("normal") for _ in range(held))]
+        assert await refused(Turns(0.5, 60.0), arrival("low"), crowd) == "queue_full"
+        assert await refused(Turns(0.5, 60.0), arrival("low"), crowd, has_place=True) == code
 
 
 async def test_crowd_of_one_tenant_leaves_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,24 +124,63 @@ async def test_crowd_of_one_tenant_leaves_room_to_others(monkeypatch: pytest.Mon
 
 
 async def test_request_past_its_deadline_does_not_begin() -> None:
+    assert await refused(Turns(0.5, 60.0), arrival(deadline_ms=500, named=True), FIRST) == "", "it may run already"
     assert await refused(Turns(0.5, 60.0), arrival(deadline_ms=500), FIRST) == "deadline_unreachable"
     assert await refused(Turns(0.5, 60.0), arrival(deadline_ms=60_000), FIRST) == ""
 
 
-async def test_request_that_waits_too_long_is_refused_and_forgotten() -> None:
-    turns = Turns(0.5, 1e-9)
-    assert await refused(turns, arrival("low"), FIRST) == "overloaded"
-    assert len(turns) == 0
+@pytest.fixture
+async def better() -> AsyncIterator[Callable[[Turns], Awaitable[None]]]:
+    """Keep all turns taken by requests of class realtime, one for each that has begun."""
+    tasks: list[asyncio.Task[None]] = []
 
+    async def keep(turns: Turns) -> None:
+        while True:
+            await turns.wait(arrival("realtime"))
 
-async def test_request_whose_handler_is_gone_is_forgotten() -> None:
-    turns = Turns(0.5, 60.0)
-    tasks = [asyncio.create_task(turns.wait(one)) for one in [*FIRST, *(arrival("low") for _ in range(3))]]
-    await asyncio.sleep(0)
-    assert len(turns) == 3
-    tasks[TURNS].cancel()
+    async def begin(turns: Turns) -> None:
+        tasks.extend(asyncio.create_task(keep(turns)) for _ in range(3 * TURNS))
+        await asyncio.sleep(0)
+
+    yield begin
+    for task in tasks:
+        task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (len(turns), [task.cancelled() for task in tasks].index(True)) == (0, TURNS)
+
+
+Better = Callable[[Turns], Awaitable[None]]
+
+
+async def test_request_that_waits_too_long_is_refused_and_forgotten(
+    better: Better, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "TURN_REQUESTS", 40)
+    turns = Turns(0.5, 0.02)
+    await better(turns)
+    for _ in range(2):
+        low = [asyncio.create_task(turns.wait(arrival("low"))) for _ in range(8)]
+        async with asyncio.timeout(30):
+            found = await asyncio.gather(*low, return_exceptions=True)
+        assert [isinstance(one, ApiError) and one.code for one in found] == ["overloaded"] * 8
+
+
+async def test_request_whose_handler_is_gone_is_forgotten(better: Better, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "TURN_REQUESTS", 40)
+    turns = Turns(0.5, 60.0)
+    await better(turns)
+    for _ in range(2):
+        low = [asyncio.create_task(turns.wait(arrival("low"))) for _ in range(8)]
+        await asyncio.sleep(0)
+        for task in low:
+            task.cancel()
+        found = await asyncio.gather(*low, return_exceptions=True)
+        assert [type(one) for one in found] == [asyncio.CancelledError] * 8
+
+
+@pytest.mark.parametrize("own", [{"background": True}, {"ttft_slo_ms": 9}, {"named": True}, {}])
+async def test_longest_wait_is_for_no_request_that_sets_its_own(own: dict[str, Any]) -> None:
+    assert await refused(Turns(0.5, 1e-9), arrival(**own), FIRST) == ("" if own else "overloaded")
+    assert await refused(Turns(0.5, 1e-9), arrival(), FIRST, has_place=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -139,6 +197,46 @@ def test_arrival_reads_no_field_that_is_not_valid(body: dict[str, Any], read: tu
     assert (one.priority, one.deadline_ms, one.least_tokens) == read
 
 
+FULL = [b"full", 900]
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_kept"),
+    [
+        (FULL, True), ([b"tenant", 900, 2], True), ([b"late"], True),
+        ([b"backlog", False, "requests", 9, 9, 1.0], True), ([b"backlog", False, "bytes", 9, 9, 1.0], False),
+        ([b"bytes", 9, 9, 0, 9], False), ([b"tenant bytes", 9, 9, 0, 9, 2], False),
+        ([b"rate", 9, b"tokens"], False), ([b"expired"], False),
+    ],
+)  # fmt: skip
+def test_refusal_for_bytes_or_for_the_request_itself_holds_for_no_other(answer: list[Any], is_kept: bool) -> None:
+    found = Refusals()
+    error = ApiError(429, "no", code="queue_full", retry_after_s=9)
+    found.note(generations.spec(prompts=[[1]], priority="normal"), "t", answer, error, 100.0)
+    assert (found.again(arrival(), 100.1) is not None) is is_kept
+
+
+def test_refusals_keep_neither_the_request_nor_what_has_expired() -> None:
+    found = Refusals()
+
+    class Body(str): ...
+
+    def refuse() -> weakref.ref[Body]:
+        body = Body("long")
+        error = ApiError(429, "no", code="queue_full", retry_after_s=9)
+        found.note(generations.spec(prompts=[[1]], priority="normal"), "t", FULL, error, 100.0)
+        with pytest.raises(ApiError):
+            raise error
+        return weakref.ref(body)
+
+    body = refuse()
+    gc.collect()
+    assert (body(), len(found)) == (None, 1)
+    error = ApiError(429, "no", code="queue_full", retry_after_s=9)
+    found.note(generations.spec(prompts=[[1]], priority="normal"), "u", FULL, error, 100.0 + AGAIN_S)
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize(
     ("code", "after_s", "one", "is_refused"),
     [
@@ -149,7 +247,7 @@ def test_arrival_reads_no_field_that_is_not_valid(body: dict[str, Any], read: tu
         ("overloaded", 0.5, arrival("low"), True),
         ("overloaded", 0.5, arrival("low", ttft_slo_ms=9), False),
         ("overloaded", 0.5, arrival("low", background=True), False),
-        ("rate_limit_exceeded", 0.5, arrival("low"), False),
+        ("queue_full", 0.5, arrival("low", max_tokens=0), False),
     ],
 )
 def test_refusal_holds_for_more_of_its_tenant_and_class(
@@ -157,7 +255,7 @@ def test_refusal_holds_for_more_of_its_tenant_and_class(
 ) -> None:
     found = Refusals()
     spec = generations.spec(prompts=[[1]], priority="low")
-    found.note(spec, "t", ApiError(429, "no", code=code, retry_after_s=7.5), 100.0)
+    found.note(spec, "t", FULL, ApiError(429, "no", code=code, retry_after_s=7.5), 100.0)
     again = found.again(one, 100.0 + after_s)
     assert (again and (again.code, again.headers["Retry-After"])) == ((code, "8") if is_refused else None)
 
@@ -165,9 +263,9 @@ def test_refusal_holds_for_more_of_its_tenant_and_class(
 def test_refusal_does_not_hold_for_smaller_requests_or_beyond_its_time() -> None:
     found = Refusals()
     error = ApiError(429, "no", code="queue_full", retry_after_s=0.4)
-    found.note(generations.spec(prompts=[[1] * 10], priority="normal"), "t", error, 100.0)
-    assert found.again(arrival(), 100.1) is None, "of two bytes"
-    found.note(generations.spec(prompts=[[1]], priority="normal"), "t", error, 100.0)
+    found.note(generations.spec(prompts=[[1] * 10], priority="normal"), "t", FULL, error, 100.0)
+    assert found.again(arrival(), 100.1) is None, "of four bytes"
+    found.note(generations.spec(prompts=[[1]], priority="normal"), "t", FULL, error, 100.0)
     assert found.again(arrival(), 100.3)
     assert found.again(arrival(), 100.4) is None
 
@@ -176,6 +274,6 @@ def test_refusals_are_bounded() -> None:
     found = Refusals()
     error = ApiError(429, "no", code="queue_full", retry_after_s=9)
     for number in range(MOST_AGAIN + 1):
-        found.note(generations.spec(prompts=[[1]], priority="normal"), str(number), error, 100.0)
+        found.note(generations.spec(prompts=[[1]], priority="normal"), str(number), FULL, error, 100.0)
     assert found.again(arrival(tenant="0"), 100.1) is None
     assert found.again(arrival(tenant=str(MOST_AGAIN)), 100.1)

@@ -174,6 +174,25 @@ async def test_full_backlog_is_429_by_class_and_tenant(gateway: Gateway, monkeyp
         one.close()
 
 
+async def test_request_past_its_deadline_or_without_its_client_leaves_the_backlog(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "BACKLOG_REQUESTS", 5)
+    async with Held(gateway):
+        late = [begin(gateway, f"late-{n}", deadline_ms=50) for n in range(4)]
+        found = await asyncio.gather(*late, return_exceptions=True)
+        assert [isinstance(one, ApiError) and one.code for one in found] == ["deadline_unreachable"] * 4
+        gone = [asyncio.create_task(begin(gateway, f"gone-{n}")) for n in range(4)]
+        await turns(10)
+        for task in gone:
+            task.cancel()
+        await asyncio.wait(gone)
+        waiting = [asyncio.create_task(begin(gateway, str(n))) for n in range(4)]
+        await turns(10)
+    for one in await asyncio.gather(*waiting):
+        one.close()
+
+
 async def test_records_of_silent_requests_are_read_together(
     gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,7 +245,7 @@ async def test_a_late_write_of_counts_is_over_before_the_batch_ends(
         if state.status == "in_progress" and state.completed == 2:
             over.clear()
             loop.call_soon_threadsafe(hangs.set)
-            ended.wait(1.0)  # it is not, unless the batch ends meanwhile
+            ended.wait(0.2)  # it is not, unless the batch ends meanwhile
         write(store, batch, state, first)
         if state.status == "in_progress":
             over.set()
