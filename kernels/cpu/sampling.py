@@ -20,7 +20,7 @@ DRAW = 16
 """What one number of a row that is drawn costs beside one of a row that takes its largest, roughly."""
 
 SHARED = 1 << 19
-"""Numbers from which threads share the work: about 50 us; one that is woken comes after 30 (AMD EPYC, virtual machine)."""
+"""Numbers from which threads share the work: about 50 us. One that is woken comes after 30 (AMD EPYC, a guest)."""
 
 
 def sample(runner: Immediate, logits: Tensor, rows: SamplingRows) -> Sampled:
