@@ -18,9 +18,11 @@ from kernels.cuda.loader import CudaError
 from kernels.reference.backend import ReferenceOps
 from services.worker import backend
 from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, room_for
-from services.worker.models.config import DecoderConfig, Mixture, load_config
+from services.worker.models.config import DecoderConfig, Mixture, load_config, rank_config
 from services.worker.models.registry import FAMILIES, ExpertNames
 from services.worker.models.stored import Stored
+from services.worker.models.weights import shard_of
+from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.engine.worker.test_process import MIB, SHAPE
@@ -116,6 +118,15 @@ def test_int4_that_the_cuda_kernels_lack_stays_on_the_cpu(
     assert words in caplog.text
     with pytest.raises(ConfigurationError, match=words):
         chosen(config_of(**config), quantize="int4", device="cuda")
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_choice_is_made_with_the_numbers_of_every_rank(tp: int) -> None:
+    mixture = dataclasses.replace(EXPERTS, shared_size=128)
+    for config in (config_of(heads=8, kv_heads=2, mixture=mixture), config_of(heads=8, kv_heads=4)):
+        chosen_with = rank_config(config, tp, 1)
+        for rank in range(tp):
+            assert shard_of(config, ParallelState(tp, 1, rank)).config(config) == chosen_with
 
 
 @pytest.mark.parametrize(

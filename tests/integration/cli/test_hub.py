@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,9 +23,10 @@ from services.cli.app import app
 from services.hub.fetch import NEEDED
 from services.hub.store import hold
 from services.launcher.model_check import ModelFacts, expected_bytes, model_problem, read_model, size_problem
+from services.worker.models.config import load_config
 from services.worker.models.stored import Stored
 from shared.errors import ConfigurationError
-from shared.settings import CommonSettings, WorkerSettings
+from shared.settings import DEMO_MODEL, CommonSettings, WorkerSettings
 from tests.support.checkpoints.gguf import write_file, write_model, write_parts
 from tests.support.launcher import ROOT, clean_env
 from tests.support.stand_ins.hub import StandInHub
@@ -536,6 +538,21 @@ MXFP4_NUMBERS = 4 * 8 * 64
 )  # fmt: skip
 def test_size_is_that_of_the_weights_as_they_are_held(facts: ModelFacts, settings: dict[str, Any], size: int) -> None:
     assert facts.held_bytes(WorkerSettings(**({"device": "cpu"} | settings))) == size
+
+
+@pytest.mark.parametrize("given", [{"dtype": "float32"}, {"score_softcap": 50.0}, {"intermediate_size": 520, "tp": 2}])
+def test_size_on_a_gpu_is_unpacked_where_the_kernels_lack_the_model(given: dict[str, Any]) -> None:
+    worker = WorkerSettings(device="cuda", **{name: given[name] for name in given if name in ("dtype", "tp")})
+    config, held = load_config(DEMO_MODEL), 4 if worker.dtype == "float32" else 2
+    config = replace(config, checkpoint_dtype="bfloat16", head_dim=64)
+    lacking = replace(config, **{name: value for name, value in given.items() if name not in ("dtype", "tp")})
+    facts = ModelFacts("bfloat16", FP8, Stored("fp8", 8), FP8_BITS)
+    assert facts.held_bytes(WorkerSettings(device="cuda"), config) == 40 * 132 + 2 * (8 * 128 + 32)
+    assert facts.held_bytes(worker, lacking) == held * (48 * 128 + 32)
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    raw = {"dtype": "bfloat16", "quantization_config": quantization}
+    assert expected_bytes(raw, 1000, WorkerSettings(device="cuda"), config) == 1000
+    assert expected_bytes(raw, 1000, worker, lacking) == held * 1000
 
 
 def test_size_of_mxfp4_is_expected_before_it_is_fetched() -> None:
