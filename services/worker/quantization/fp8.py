@@ -26,8 +26,6 @@ NAN = 127
 
 
 class Fp8(StoredMethod):
-    number = "float"
-
     def check_stored(self, source: Source, matrix: Matrix) -> None:
         source.check(f"{matrix.name}.weight", (matrix.outputs, matrix.inputs), ("F8_E4M3",))
         name, shape = self._scale(source, matrix)
