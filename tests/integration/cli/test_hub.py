@@ -256,7 +256,9 @@ def test_repository_without_safetensors_is_refused_with_its_formats(machine: Mac
     machine.hub.add("acme/gguf", gguf)
     assert "pickled weights only (pytorch_model.bin)" in machine.run("pull", "acme/pickled", code=2)
     assert "`orcinus pull acme/gguf --file tiny-q4.gguf`" in machine.run("pull", "acme/gguf", code=2)
-    assert "GGUF files there: tiny-q4.gguf" in machine.run("pull", "acme/gguf", "--file", "x.gguf", code=2)
+    assert "has no file x.gguf; choose one of tiny-q4.gguf" in machine.run(
+        "pull", "acme/gguf", "--file", "x.gguf", code=2
+    )
     assert "not a GGUF file" in machine.run("pull", "acme/gguf", "--file", "pytorch_model.bin", code=2)
     assert "tiny-q4.gguf: version 0, versions 2 and 3" in machine.run("pull", "acme/gguf", "--file", "tiny-q4.gguf")
     assert "tiny-q4.gguf: version 0, versions 2 and 3" in machine.run("up", "--model", "acme/gguf", code=2)
@@ -305,7 +307,9 @@ def test_gguf_model_in_parts_is_fetched_and_served_by_its_first(machine: Machine
     machine.hub.add("acme/gguf", {"README.md": b"# Tiny", **data})
     first = f"q3/{parts[0].name}"
     assert f"choose one of {first}: `orcinus pull acme/gguf --file {first}`" in machine.run("pull", "acme/gguf", code=2)
-    assert "serve it with `make run MODEL=acme/gguf`" in machine.run("pull", "acme/gguf", "--file", first)
+    second = f"q3/{parts[1].name}"
+    for file in (second, first):
+        assert "serve it with `make run MODEL=acme/gguf`" in machine.run("pull", "acme/gguf", "--file", file)
     with patch.object(constants, "HF_HUB_CACHE", str(machine.home / "hub")):
         settings = CommonSettings(model=Path("acme/gguf"))
     assert (settings.model.name, settings.served_model_name) == (parts[0].name, "acme/gguf")
@@ -319,7 +323,11 @@ def test_gguf_model_in_parts_is_fetched_and_served_by_its_first(machine: Machine
     assert f"{later}: part 2 of {len(parts)} is missing" in machine.run("up", "--model", str(settings.model), code=2)
     machine.hub.add("acme/torn", {"README.md": b"# Tiny", **{name: data[name] for name in list(data)[:-1]}})
     said = machine.run("pull", "acme/torn", "--file", first, code=2)
-    assert f"has no file q3/{parts[-1].name}; GGUF files there: {first}, " in said
+    assert f"has no file q3/{parts[-1].name}; choose another repository" in said
+    assert f"has {first}, and not all parts of that model; choose another" in machine.run("pull", "acme/torn", code=2)
+    settings.model.unlink()
+    (third,) = settings.model.parent.glob("*-00003-of-*")
+    assert f"part 3 of {len(parts)}; fetch all parts into one directory and give" in model_problem(third, "auto")
 
 
 def test_pull_waits_after_429_until_it_gives_up(machine: Machine) -> None:
