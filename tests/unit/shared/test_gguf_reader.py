@@ -249,6 +249,16 @@ def test_parts_that_do_not_belong_together_are_named(tmp_path: Path, changes: di
         open_gguf(write_split(tmp_path, changes)[0])
 
 
+def test_fingerprint_has_the_header_of_a_later_part_without_tensors(tmp_path: Path) -> None:
+    parts, prints = write_split(tmp_path), set()
+    write_file(parts[1], {"split.no": 1, "split.count": 3, "split.tensors.count": 3}, dict([*TENSORS.items()][1:]))
+    for number in (1, 2, 1):
+        keys_ = {"split.no": 2, "split.count": 3, "split.tensors.count": 3, "more": number}
+        write_file(parts[2], keys_, {})
+        prints.add(GgufWeights(load_config(parts[0]), parts[0]).fingerprint())
+    assert len(prints) == 2
+
+
 def test_metadata_of_all_parts_have_one_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"more": [""] * 200}  # 1.6 kB
     parts = write_split(tmp_path, {1: texts, 2: texts})
