@@ -125,10 +125,8 @@ FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 """E2M1, the floats of 4 bits: sign, two bits of exponent, one of fraction (OCP Microscaling Formats 1.0, 5.3.3)."""
 IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
 """Numbers of GGUF's IQ4_NL and IQ4_XS (`kvalues_iq4nl` of https://github.com/ggml-org/llama.cpp, ggml-common.h)."""
-FLOAT8 = tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist())
-"""E4M3FN: sign, four bits of exponent, three of fraction; no infinity, and two codes are NaN."""
-TABLES = {"float4": FLOAT4, "iq4": IQ4, "float8": FLOAT8}
-"""Name -> the numbers that 4 or 8 bits choose from, exact in bfloat16 (kernels/cpu/src/formats/groups.h)."""
+TABLES = {"float4": FLOAT4, "iq4": IQ4}
+"""Name -> the numbers that 4 bits choose from, exact in bfloat16 (kernels/cpu/src/formats/groups.h)."""
 
 
 W8A8 = "w8a8"
@@ -143,8 +141,8 @@ class Groups:
 
     A weight is scale * number - min where there are minima, else scale * (number - 8), or 128 with 8 bits; in float32
     with one rounding. Where there are minima each scale * number is exact, as with scales of at most 24 - bits
-    significant bits, so that a multiply-add rounds like a product and a difference. With a `table` of 2^bits numbers it
-    is scale * TABLES[table][number], never that of a NaN.
+    significant bits, so that a multiply-add rounds like a product and a difference. With a `table` it is
+    scale * TABLES[table][number]; with float8 the bytes are themselves numbers of E4M3FN, none of them a NaN.
 
     With `rounds_rows` (W8A8: 8 bits, a row is one group, no minima) a row x of activations is rounded, too. In float32,
     s = max |x| / 127 and c = x / s, to the nearest integer, ties to even, from -127 to 127. An output is
@@ -158,7 +156,7 @@ class Groups:
     numbers: Tensor  # [rows, inputs] uint8, contiguous, below 2^bits
     scales: Tensor  # [rows, ceil(inputs / group)] float32, contiguous
     mins: Tensor | None = None  # as scales
-    table: str = ""  # of TABLES: numbers choose from it
+    table: str = ""  # of TABLES, or float8
     rounds_rows: bool = False
 
     @property
@@ -174,6 +172,8 @@ class Groups:
         """Return the weights, [rows, inputs] float32."""
         inputs = self.numbers.shape[1]
         scales = self.scales.repeat_interleave(self.group, 1)[:, :inputs]
+        if self.table == "float8":
+            return self.numbers.view(torch.float8_e4m3fn).float() * scales
         if self.table:
             return torch.tensor(TABLES[self.table])[self.numbers.int()] * scales
         if self.mins is None:

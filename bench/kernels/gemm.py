@@ -60,7 +60,7 @@ def measure(
     grouped = name in library.group_formats
     weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(min(copies, 4))]
     group, mins = (int(name.split("-")[1]), name.endswith("mins")) if "-" in name else (inputs, False)
-    bits = 4 if name.startswith(("int4", "float4", "iq4")) else 8
+    bits = 2 if name.startswith("int2") else 4 if name.startswith(("int4", "float4", "iq4")) else 8
     numbers = [torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8) for _ in weights]
     scales = torch.rand(outputs, -(-inputs // group)) / 8
     packed = []

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from shared.errors import ConfigurationError, ModelError
+from shared.models.gguf.parts import part_names
 from shared.models.hub import HubName, cache_directory, gguf_in, in_address, parse_name
 from shared.plurals import counted
 
@@ -43,7 +44,7 @@ def pull(
             bars.note(f"warning: it cannot be served here: {warned}")
 
     found = fetch(wanted, bars, file, look)
-    served = found.path / file if file else found.path
+    served = found.path / part_names(file)[0] if file else found.path
     problem = model_problem(served, "auto")
     serve = served if file and gguf_in(found.path) != served else wanted
     if json:

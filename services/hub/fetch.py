@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -203,20 +203,25 @@ class _Pull:
         return digest
 
     def _named(self, files: dict[str, RemoteFile]) -> list[RemoteFile]:
-        """Return the named file, and the other parts where it is the first of several."""
+        """Return the named file, or all parts where it is one of several. Raise ConfigurationError."""
         names = part_names(self.file)
         if missing := [name for name in names if name not in files]:
-            there = ", ".join(sorted(name for name in files if name.endswith(".gguf"))) or "none"
-            raise ConfigurationError(f"{self.name}: has no file {missing[0]}; GGUF files there: {there}")
+            models = _gguf_models(files)
+            remedy = f"choose one of {', '.join(models[:20])}" if models else "choose another repository"
+            raise ConfigurationError(f"{self.name}: has no file {missing[0]}; {remedy}")
         return [files[name] for name in names]
 
     def _refuse_without_safetensors(self, files: dict[str, RemoteFile]) -> None:
         if SINGLE in files or INDEX in files:
             return
-        if gguf := sorted(name for name in files if name.endswith(".gguf") and part_names(name)[0] == name):
+        if gguf := _gguf_models(files):
             raise ConfigurationError(
                 f"{self.name}: has GGUF files only; choose one of {', '.join(gguf[:20])}: "
                 f"`orcinus pull {self.name} --file {gguf[0]}`"
+            )
+        if parts := sorted(name for name in files if name.endswith(".gguf")):
+            raise ConfigurationError(
+                f"{self.name}: has {parts[0]}, and not all parts of that model; choose another repository"
             )
         pickles = sorted(name for name in files if any(fnmatch(name, pattern) for pattern in PICKLES))
         if pickles:
@@ -486,6 +491,12 @@ def _likely_weights(files: dict[str, RemoteFile]) -> list[RemoteFile]:
     if SINGLE in files:
         return [files[SINGLE]]
     return [file for name, file in files.items() if fnmatch(name, "model-*-of-*.safetensors")]
+
+
+def _gguf_models(files: Collection[str]) -> list[str]:
+    """Return the GGUF files to choose from, by name; of a model in several parts, if all are there, the first."""
+    names = [name for name in files if name.endswith(".gguf") and part_names(name)[0] == name]
+    return sorted(name for name in names if all(part in files for part in part_names(name)))
 
 
 def _small(files: dict[str, RemoteFile]) -> list[RemoteFile]:

@@ -21,8 +21,10 @@ from services.launcher.model_check import free_memory, memory_problem, model_pro
 from services.launcher.rundir import RunDir
 from services.launcher.up import port_problem
 from services.worker.gpu_choice import demands_gpu
+from services.worker.models.config import load_config
 from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.parts import part_names
+from shared.models.hub import gguf_in
 from shared.options import Values, build, without_password
 from shared.plurals import counted
 from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
@@ -198,7 +200,8 @@ def check_memory(worker: WorkerSettings, replicas: int = 1) -> Check:
     """One line: do the weights, as they are held, fit into what is free?"""
     available = free_memory()
     try:
-        held = replicas * read_model(worker.model, worker.load_format).held_bytes(worker)
+        facts, config = read_model(worker.model, worker.load_format), load_config(gguf_in(worker.model))
+        held = replicas * facts.held_bytes(worker, config)
         problem = memory_problem(worker.model, worker, replicas)
     except ModelError:
         return Check("memory", "ok", f"{available / GIB:.1f} GiB available")  # the line of the model says more

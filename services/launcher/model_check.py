@@ -19,8 +19,8 @@ import orjson
 import psutil
 
 from services.launcher.gpu_facts import device_files, gather_driver
-from services.worker.gpu_choice import demands_gpu, may_use_gpu, stays_on_cpu
-from services.worker.models.config import DecoderConfig, load_config
+from services.worker.gpu_choice import demands_gpu, lacks_kernels, may_use_gpu, stays_on_cpu
+from services.worker.models.config import DecoderConfig, load_config, rank_config
 from services.worker.models.matrices import shapes, tables
 from services.worker.models.registry import FAMILIES
 from services.worker.models.stored import GPU_TYPES, HELD_BITS, Stored, read_stored, stored_of_gguf
@@ -78,17 +78,24 @@ class ModelFacts:
     packed_bits: Mapping[str, float] = field(default_factory=dict)  # name -> bits of a weight as the kernels hold it
     gpu_packed: frozenset[str] = frozenset()  # those of packed_bits that a GPU holds so, too
 
-    def held_bytes(self, worker: WorkerSettings) -> int:
-        """Return the memory that the weights take with these settings, all ranks of one replica together."""
+    def held_bytes(self, worker: WorkerSettings, config: DecoderConfig | None = None) -> int:
+        """Return the memory that the weights take with these settings, all ranks of one replica together.
+
+        config: None stands for a model that all kernels can compute.
+        """
         bits, total = 8 * _held_item_bytes(self.dtype, worker), 0
-        unpacks_experts = _on_gpu(worker)
-        keeps = self.stored is not None and _keeps(self.stored, worker)
+        on_gpu = _on_gpu(worker)
+        keeps = self.stored is not None and _keeps(self.stored, worker, config)
         for name, shape in self.tensors.items():
             count, is_matrix = math.prod(shape), len(shape) > 1 and not any(part in name for part in UNROUNDED)
-            kept = keeps and not (unpacks_experts and EXPERTS.search(name))
+            kept = keeps and not (on_gpu and EXPERTS.search(name))
             if name in self.packed_bits:
                 is_fp8 = self.stored is not None and self.stored.method == "fp8"
-                is_packed = kept and (is_fp8 or _packs_gguf(name, name in self.gpu_packed, bits, worker))
+                if on_gpu:
+                    is_packed = is_fp8 or (name in self.gpu_packed and name not in _GGUF_TABLES.values())
+                else:
+                    is_packed = is_fp8 or _packs_gguf(name, bits, worker)
+                is_packed &= kept
                 total += int(count * (self.packed_bits[name] if is_packed else bits))
             elif self.stored is not None and name.endswith(WORDS):
                 word = 8 if name.endswith("_blocks") else 32
@@ -168,15 +175,20 @@ def _architecture(config: dict[str, Any]) -> Any:
     return names[0] if isinstance(names, list) and names else names
 
 
-def expected_bytes(config: dict[str, Any], weights_bytes: int, worker: WorkerSettings) -> int:
-    """Return what weights of that size on disk will take in memory, roughly: for a model that is not here yet."""
+def expected_bytes(
+    config: dict[str, Any], weights_bytes: int, worker: WorkerSettings, decoder: DecoderConfig | None = None
+) -> int:
+    """Return what weights of that size on disk will take in memory, roughly: for a model that is not here yet.
+
+    config: its config.json; decoder: what was read of it, as in `held_bytes`.
+    """
     dtype, stored = _dtype(config), read_stored(config, "config.json")
     held = ROUNDED_BITS.get(worker.quantize, 8 * _held_item_bytes(dtype, worker))
     if stored is not None:
         if stored.method == "mxfp4":  # of 4.25 bits in the file, 5 are held
-            return weights_bytes * 4 * (5 if _keeps(stored, worker) else held) // 17
+            return weights_bytes * 4 * (5 if _keeps(stored, worker, decoder) else held) // 17
         has_experts = any("experts" in field for field in config)  # nearly all of the weights
-        kept = _keeps(stored, worker) and not (has_experts and _on_gpu(worker))
+        kept = _keeps(stored, worker, decoder) and not (has_experts and _on_gpu(worker))
         return weights_bytes if kept else weights_bytes * held // stored.bits
     return weights_bytes * held // (8 * ITEM_BYTES.get(dtype, 4))
 
@@ -199,9 +211,8 @@ def shape_problem(model: Path, load_format: str) -> str:
 def memory_problem(model: Path, worker: WorkerSettings, replicas: int = 1) -> str:
     """Return that the model does not fit, with both sizes and the remedy; empty when it fits. Raise ModelError."""
     facts = read_model(model, worker.load_format)
-    return size_problem(
-        repository_of(model) or str(model), facts.held_bytes(worker), worker, replicas, bool(facts.stored)
-    )
+    held = facts.held_bytes(worker, load_config(gguf_in(model)))
+    return size_problem(repository_of(model) or str(model), held, worker, replicas, bool(facts.stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +232,11 @@ class Share:
 
 def share_of(model: Path, worker: WorkerSettings, replicas: int) -> Share:
     """Return what a model takes. Raise ModelError."""
-    facts = read_model(model, worker.load_format)
+    facts, config = read_model(model, worker.load_format), load_config(gguf_in(model))
     blocks = worker.kv_blocks + (worker.host_blocks or 0)
-    blocks_bytes = blocks * block_bytes(load_config(gguf_in(model)), facts.dtype, worker) if blocks else 0
+    blocks_bytes = blocks * block_bytes(config, facts.dtype, worker)
     fraction = 0.0 if worker.kv_blocks else worker.kv_memory_fraction or 0.0
-    return Share(worker.served_model_name, facts.held_bytes(worker) + blocks_bytes, replicas, fraction)
+    return Share(worker.served_model_name, facts.held_bytes(worker, config) + blocks_bytes, replicas, fraction)
 
 
 def block_bytes(config: DecoderConfig, dtype: str, worker: WorkerSettings) -> int:
@@ -306,21 +317,27 @@ def _held_item_bytes(dtype: str, worker: WorkerSettings) -> int:
     return ITEM_BYTES.get(dtype, 4)
 
 
-def _keeps(stored: Stored, worker: WorkerSettings) -> bool:
+def _keeps(stored: Stored, worker: WorkerSettings, config: DecoderConfig | None) -> bool:
     """Return whether the worker multiplies the packed numbers, and does not unpack them while it reads."""
     if stored.rounds_rows:
         return True
     if _on_gpu(worker):
         packs = stored.method in ("gguf", "fp8") or (stored.bits == 4 and stored.method != "mxfp4")
-        return stored.unit > 0 and packs and worker.kernels != "reference"
+        return stored.unit > 0 and packs and worker.kernels != "reference" and not _lacks_kernels(worker, config)
     return stored.unit > 0 and stored.method != "fp8" and worker.kernels in ("auto", "cpu")
 
 
-def _packs_gguf(name: str, gpu_packed: bool, bits: int, worker: WorkerSettings) -> bool:
-    """Return whether the worker holds a packed matrix of a GGUF file as it is (`models/weights.py`)."""
+def _lacks_kernels(worker: WorkerSettings, config: DecoderConfig | None) -> bool:
+    """Return whether a worker on a GPU takes the reference kernels, as the cuda kernels lack some for the model."""
+    try:
+        return config is not None and bool(lacks_kernels(worker, rank_config(config, worker.tp, worker.pp)))
+    except ConfigurationError:  # which the worker will raise
+        return False
+
+
+def _packs_gguf(name: str, bits: int, worker: WorkerSettings) -> bool:
+    """Return whether the worker on a CPU holds a packed matrix of a GGUF file as it is (`models/weights.py`)."""
     is_table = name in _GGUF_TABLES.values()
-    if _on_gpu(worker):
-        return gpu_packed and not is_table
     return not is_table or (worker.tp == 1 and (bits == 32 or name == "lm_head.weight"))
 
 
@@ -331,7 +348,7 @@ def wants_gpu(worker: WorkerSettings) -> bool:
     if demands_gpu(worker) or worker.quantize == "none":
         return True
     try:
-        return not stays_on_cpu(worker, load_config(gguf_in(worker.model)))
+        return not stays_on_cpu(worker, rank_config(load_config(gguf_in(worker.model)), worker.tp, worker.pp))
     except (ModelError, ConfigurationError):  # the model is not here, or the worker will refuse what is said of it
         return True
 

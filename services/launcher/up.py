@@ -384,7 +384,8 @@ def _fetch_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
 
     def look(snapshot: Path, weights_bytes: int) -> None:
         config = read_config(snapshot)
-        held, is_quantized = expected_bytes(config, weights_bytes, worker), read_stored(config, str(name)) is not None
+        held = expected_bytes(config, weights_bytes, worker, load_config(snapshot))
+        is_quantized = read_stored(config, str(name)) is not None
         if problem := size_problem(str(name), held, worker, len(launcher.roles()), is_quantized):
             raise ConfigurationError(problem)
 

@@ -24,13 +24,13 @@ from services.worker.gpu_choice import (
     BLOCK_TOKENS,
     cpu_option,
     demands_gpu,
+    has_kernels,
     lacks_kernels,
     may_use_gpu,
     refused_on_gpu,
     stays_on_cpu,
 )
 from services.worker.models.config import DecoderConfig
-from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _created(name: str, device: torch.device) -> AnyOps:
 
 def _needs_kernels(settings: WorkerSettings) -> str:
     """Return the option, if one is given, that the reference kernels cannot do."""
-    if METHODS[settings.quantize].backends:
+    if not has_kernels(settings.quantize, "reference"):
         return f"--quantize {settings.quantize}"
     if settings.kv_dtype != "auto":
         return f"--kv-dtype {settings.kv_dtype}"

@@ -37,11 +37,10 @@ from services.worker.kv.cache import (
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.transfers import KVTransfers
 from services.worker.models.checkpoint import Progress, Source, open_weights
-from services.worker.models.config import DecoderConfig, load_config
+from services.worker.models.config import DecoderConfig, load_config, rank_config
 from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.models.encoder import normalized
 from services.worker.models.gguf import GgufWeights
-from services.worker.models.weights import shard_of
 from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import method_of
@@ -105,7 +104,7 @@ class Engine:
         self.config = config
         self.model_hash = weights.fingerprint()
         with room_for("the kernels", "use a smaller model"):
-            self.ops, self.dtype = choose(settings, shard_of(config, self.parallel).config(config))
+            self.ops, self.dtype = choose(settings, rank_config(config, self.parallel.tp, self.parallel.pp))
         self._numerics_of_format = method.numerics(self.ops, self.dtype)
         has_adapters = "no" if self.adapter_dir is None else "an"  # each host may have the folder elsewhere
         self.parallel.demand_same(

@@ -14,7 +14,14 @@ from shared.errors import ConfigurationError
 if TYPE_CHECKING:
     from shared.settings import WorkerSettings  # pydantic: an engine in process does without
 
+KERNELS = {"int8": ("cpu",), "int4": ("cpu", "cuda", "emulator"), "w8a8": ("reference", "cpu")}
+"""Value of --quantize, or Stored.method -> the backends (`Ops.name`) that multiply it; all do where it is not here."""
 BLOCK_TOKENS = 16  # the C++ kernels' blocks are multiples of it, the CUDA kernels' are it times a power of two
+
+
+def has_kernels(method: str, backend: str) -> bool:
+    """Return whether a backend multiplies weights of a method of KERNELS or another one, unpacked or not."""
+    return backend in KERNELS.get(method, (backend,))
 
 
 def may_use_gpu(settings: WorkerSettings) -> bool:
@@ -32,7 +39,10 @@ def demands_gpu(settings: WorkerSettings) -> bool:
 
 
 def stays_on_cpu(settings: WorkerSettings, config: DecoderConfig) -> str:
-    """Return why a GPU that may be used is left for the CPU; empty when it is not. Raise ConfigurationError."""
+    """Return why a GPU that may be used is left for the CPU; empty when it is not. config: of a rank.
+
+    Raise ConfigurationError.
+    """
     if demands_gpu(settings) or settings.quantize == "none" or settings.kv_dtype != "auto":
         return ""  # fp8: the worker refuses what the cuda kernels lack
     lack = lacks_kernels(settings, config)
@@ -41,25 +51,29 @@ def stays_on_cpu(settings: WorkerSettings, config: DecoderConfig) -> str:
 
 def refused_on_gpu(config: DecoderConfig, remedy: str) -> str:
     """Return why a checkpoint cannot be multiplied on a GPU, unpacked or not, with the remedy; empty when it can."""
-    if config.stored is None or not config.stored.rounds_rows:
+    if config.stored is None or has_kernels(config.stored.method, "cuda"):
         return ""
     method = config.stored.method
-    return f"the checkpoint is in {method}, which reference and cpu kernels multiply on a CPU alone; {remedy}"
+    kernels = " and ".join(KERNELS[method])
+    return f"the checkpoint is in {method}, which {kernels} kernels multiply on a CPU alone; {remedy}"
 
 
 def cpu_option(settings: WorkerSettings) -> str:
     """Return the option, if one is given, that only the cpu kernels can do."""
     if settings.deterministic:
         return "--deterministic"
-    if settings.quantize == "int8":
-        return "--quantize int8"
+    if not has_kernels(settings.quantize, "cuda"):
+        return f"--quantize {settings.quantize}"
     if settings.kv_dtype == "int8":
         return "--kv-dtype int8"
     return "--kernels cpu" if settings.kernels == "cpu" else ""
 
 
 def lacks_kernels(settings: WorkerSettings, config: DecoderConfig) -> str:
-    """Return what of the model the cuda kernels cannot compute; empty where they can all. Raise ConfigurationError."""
+    """Return what of the model the cuda kernels cannot compute; empty where they can all. config: of a rank.
+
+    Raise ConfigurationError.
+    """
     blocks = settings.block_size // BLOCK_TOKENS
     if settings.block_size % BLOCK_TOKENS or blocks & (blocks - 1):
         raise ConfigurationError(f"--block-size {settings.block_size}: on a GPU it is 16, 32, 64, 128 or 256")

@@ -401,6 +401,23 @@ def check_split(config: DecoderConfig, tp: int, pp: int) -> None:
         raise ConfigurationError(f"--pp {pp} is more stages than the model's {config.layers} layers; lower it")
 
 
+def rank_config(config: DecoderConfig, tp: int, pp: int) -> DecoderConfig:
+    """Return the configuration with the heads and widths of each of `tp` ranks, and all layers.
+
+    Raise ConfigurationError as `check_split`.
+    """
+    check_split(config, tp, pp)
+    mixture = config.mixture
+    return replace(
+        config,
+        heads=config.heads // tp,
+        kv_heads=max(1, config.kv_heads // tp),
+        intermediate_size=config.intermediate_size // tp,
+        mixture=mixture
+        and replace(mixture, intermediate_size=mixture.intermediate_size // tp, shared_size=mixture.shared_size // tp),
+    )
+
+
 def _fewer(value: int, tp: int) -> str:
     below = max(number for number in range(1, tp) if value % number == 0)
     return f"--tp {below} does"

@@ -31,6 +31,7 @@ class Stored:
     zero_offset: int = 0  # is added to a zero point as it is stored
     in_order: bool = True  # whether the inputs of a group lie side by side
     block: tuple[int, int] = (0, 0)  # outputs and inputs that share a scale, of fp8 and w8a8; 0: all
+    table: str = ""  # of most matrices of a GGUF file: what their numbers choose from
 
     @property
     def rounds_rows(self) -> bool:
@@ -46,6 +47,19 @@ class Stored:
             return self.group
         group = self.block[1] if self.method == "fp8" else self.group
         return next((unit for unit in UNITS if group % unit == 0), 0)
+
+    @property
+    def weight_format(self) -> str:
+        """Return the name of the kernels' format, as Groups.weight_format; empty where there is none."""
+        if not self.unit:
+            return ""
+        if table := self.table or _TABLES.get(self.method):
+            return f"{table}-{self.unit}"
+        return f"int{self.bits}-{self.unit}{'-mins' if self.zeros else ''}"
+
+
+_TABLES = {"fp8": "float8", "mxfp4": "float4"}
+"""Stored.method -> what its numbers choose from."""
 
 
 def read_stored(config: Mapping[str, Any], where: str) -> Stored | None:
@@ -64,13 +78,14 @@ def read_stored(config: Mapping[str, Any], where: str) -> Stored | None:
 
 
 HELD = {
-    "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True),
-    "Q8_0": (8, 32, False), "Q2_K": (2, 16, True), "Q3_K": (4, 16, False), "Q4_K": (4, 32, True),
-    "Q5_K": (8, 32, True), "Q6_K": (8, 16, False), "IQ4_NL": (4, 32, False), "IQ4_XS": (4, 32, False),
-    "MXFP4": (4, 32, False),
+    "Q4_0": (4, 32, False, ""), "Q4_1": (4, 32, True, ""), "Q5_0": (8, 32, False, ""), "Q5_1": (8, 32, True, ""),
+    "Q8_0": (8, 32, False, ""), "Q2_K": (2, 16, True, ""), "Q3_K": (4, 16, False, ""), "Q4_K": (4, 32, True, ""),
+    "Q5_K": (8, 32, True, ""), "Q6_K": (8, 16, False, ""), "IQ4_NL": (4, 32, False, "iq4"),
+    "IQ4_XS": (4, 32, False, "iq4"), "MXFP4": (4, 32, False, "float4"),
 }  # fmt: skip
-"""Packed types of GGUF -> bits of a number as it is held, inputs that share a scale, whether they have a minimum."""
-HELD_BITS = {name: bits + (64 if mins else 32) // group for name, (bits, group, mins) in HELD.items()}
+"""Packed types of GGUF as `Groups` (kernels/ops.py): bits of a number, inputs that share a scale, whether they have a
+minimum, the table."""
+HELD_BITS = {name: bits + (64 if mins else 32) // group for name, (bits, group, mins, _) in HELD.items()}
 """Packed types of GGUF -> bits of a weight as it is held, with its float32 scale and minimum."""
 GPU_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 """Packed types of GGUF that the CUDA kernels multiply; others are unpacked there."""
@@ -84,8 +99,8 @@ def stored_of_gguf(file: GgufFile) -> Stored | None:
             sizes[tensor.type.name] += tensor.size_bytes
     if not any(sizes.values()):
         return None
-    bits, group, mins = HELD[max(sizes, key=lambda name: sizes[name])]
-    return Stored("gguf", bits, group, zeros=mins)
+    bits, group, mins, table = HELD[max(sizes, key=lambda name: sizes[name])]
+    return Stored("gguf", bits, group, zeros=mins, table=table)
 
 
 def _compressed_tensors(read: Fields) -> Stored:

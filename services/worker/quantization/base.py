@@ -1,7 +1,7 @@
 """The strategy of a weight format: how a matrix is read from the checkpoint, split over ranks, packed and multiplied.
 
 A format overrides what differs from plain floating-point weights. The kernels belong to the backends: a format names
-the one that it wants (`kernels.ops.Ops.pack_linear`) and the backends that have it.
+the one that it wants (`kernels.ops.Ops.pack_linear`), `gpu_choice.KERNELS` the backends where not all multiply it.
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ class LinearMethod(ABC):
 
     name: ClassVar[str]
     """Value of --quantize."""
-    backends: ClassVar[tuple[str, ...]] = ()
-    """Kernel backends (`Ops.name`) that can multiply it; empty means all."""
     weight_format: ClassVar[str] = ""
     """Format of Ops.pack_linear that it is held in; empty means the model's type."""
 

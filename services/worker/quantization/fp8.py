@@ -21,11 +21,11 @@ from services.worker.quantization.base import Matrix
 from services.worker.quantization.stored import SCALES, StoredMethod, read_whole, row_steps, unit_of
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
+NAN = 127
+"""Of a number's lower bits, those of NaN; E4M3FN has no infinity."""
 
 
 class Fp8(StoredMethod):
-    number = "float"
-
     def check_stored(self, source: Source, matrix: Matrix) -> None:
         source.check(f"{matrix.name}.weight", (matrix.outputs, matrix.inputs), ("F8_E4M3",))
         name, shape = self._scale(source, matrix)
@@ -42,13 +42,15 @@ class Fp8(StoredMethod):
         for rows in row_steps(matrix.rows, matrix.inputs):
             weight = f"{matrix.name}.weight"
             codes = source.read(weight, shape, rows.start, len(rows))
-            numbers = finite(source, weight, codes.float())
+            held = codes.view(torch.uint8)
+            if (held & NAN == NAN).any():
+                finite(source, weight, codes.float())
             some = scales[torch.arange(rows.start, rows.stop) // per_row][:, at]
             if unit:
-                held = codes.view(torch.uint8)[:, columns.start : columns.stop].contiguous()
-                yield Groups(8, unit, held, some.contiguous(), table="float8")
+                cut = held[:, columns.start : columns.stop].contiguous()
+                yield Groups(8, unit, cut, some.contiguous(), table="float8")
             else:
-                yield as_piece(numbers[:, columns.start : columns.stop] * some, dtype)
+                yield as_piece(codes[:, columns.start : columns.stop].float() * some, dtype)
 
     def _scale(self, source: Source, matrix: Matrix) -> tuple[str, tuple[int, ...]]:
         """Return the name and the shape of a matrix's scales."""

@@ -23,7 +23,6 @@ class Int4(LinearMethod):
     """4 bits a number, from a checkpoint that is not quantized."""
 
     name = "int4"
-    backends = ("cpu", "cuda", "emulator")
 
     def numerics(self, ops: AnyOps, dtype: torch.dtype) -> str:
         return ops.group_numerics(dtype)

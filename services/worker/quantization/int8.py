@@ -17,7 +17,6 @@ class Int8(LinearMethod):
     """8 bits a number, from a checkpoint that is not quantized."""
 
     name = "int8"
-    backends = ("cpu",)
     weight_format = "int8"  # kernels/cpu/src/formats/int8.h
 
     def weight_bytes(self, ops: AnyOps, outputs: int, inputs: int, dtype: torch.dtype) -> int:

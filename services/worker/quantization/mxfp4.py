@@ -24,8 +24,6 @@ LARGEST = max(FLOAT4)
 
 
 class Mxfp4(StoredMethod):
-    number = "float"
-
     def check_stored(self, source: Source, matrix: Matrix) -> None:
         name, outputs, inputs = matrix.name, matrix.outputs, matrix.inputs
         if matrix.stack is None:

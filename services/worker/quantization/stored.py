@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from math import gcd
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,8 +29,6 @@ class StoredMethod(LinearMethod):
     """A quantized checkpoint; a matrix of which it has `.weight` in a float type is plain."""
 
     name = "none"
-    number: ClassVar[str] = "int"
-    """How the names of its Groups.weight_format begin."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
@@ -66,8 +63,7 @@ class StoredMethod(LinearMethod):
 
     def is_packed(self, ops: AnyOps) -> bool:
         """Return whether the backend multiplies matrices as they are packed."""
-        name = f"{self.number}{self.stored.bits}-"
-        return self.stored.unit > 0 and any(known.startswith(name) for known in ops.group_formats)
+        return self.stored.weight_format in ops.group_formats
 
     @abstractmethod
     def check_stored(self, source: Source, matrix: Matrix) -> None:

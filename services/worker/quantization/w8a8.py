@@ -23,8 +23,6 @@ SCALE_BYTES = 4  # float32
 
 
 class W8A8(StoredMethod):
-    backends = ("reference", "cpu")
-
     def check_stored(self, source: Source, matrix: Matrix) -> None:
         if matrix.inputs > W8A8_INPUTS:
             raise ModelError(

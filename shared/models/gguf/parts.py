@@ -15,16 +15,16 @@ _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 def part_number(name: str) -> tuple[int, int] | None:
     """Return which part, from 1 on, of how many a file is, by its name or path; None for a whole one."""
-    found = _PART.fullmatch(name)
-    return None if found is None else (int(found[2]), int(found[3]))
+    match = _PART.fullmatch(name)
+    return None if match is None else (int(match[2]), int(match[3]))
 
 
 def part_names(name: str) -> list[str]:
     """Return the names of all parts of the model that a part's name or path is of; of a whole file that one."""
-    found = _PART.fullmatch(name)
-    if found is None or not 0 < int(found[3]) <= MOST_PARTS:
+    match = _PART.fullmatch(name)
+    if match is None or not 0 < int(match[3]) <= MOST_PARTS:
         return [name]
-    return [f"{found[1]}-{number:05}-of-{found[3]}.gguf" for number in range(1, int(found[3]) + 1)]
+    return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
 
 
 def is_later_part(path: Path) -> bool:
@@ -34,6 +34,6 @@ def is_later_part(path: Path) -> bool:
 
 
 def stem_of(path: Path) -> str:
-    """Return a file's name without its ending and the number of a part."""
-    found = _PART.fullmatch(path.name)
-    return path.stem if found is None else found[1]
+    """Return a file's name without its ending and the number of one of several parts."""
+    match = _PART.fullmatch(path.name)
+    return path.stem if match is None or int(match[3]) < 2 else match[1]

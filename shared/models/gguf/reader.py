@@ -32,7 +32,7 @@ MOST_STRING_BYTES = 1 << 20
 MOST_ITEMS = 2 << 20
 """Of one array. Gemma 3 has 262,144 tokens, Llama 3 280,147 merges."""
 MOST_METADATA_BYTES = 64 << 20
-"""Of all metadata. Gemma 3's has 7 MB."""
+"""Of the headers of all parts of a model together. Gemma 3's has 7 MB."""
 MOST_DIMENSION = 1 << 32
 MOST_ALIGNMENT = 1 << 20
 
@@ -103,11 +103,11 @@ class _Array:
 class GgufFile:
     """The header of a file, or of all parts of a model. All methods raise ModelError naming key, value and remedy."""
 
-    def __init__(self, path: Path, file: int, size_bytes: int) -> None:
-        """Read the header of an open file, `size_bytes` long, which may be a part."""
+    def __init__(self, path: Path, file: int, size_bytes: int, most_bytes: int) -> None:
+        """Read the header, of `most_bytes` at most, of an open file, `size_bytes` long, which may be a part."""
         self.path = path
         with mmap.mmap(file, size_bytes, prot=mmap.PROT_READ) as data:
-            header = _Header(path, data)
+            header = _Header(path, data, most_bytes)
             self._values, self.tensors = header.metadata, header.tensors
         self.header_bytes = {path: header.size_bytes}
         """File -> bytes of its header."""
@@ -125,7 +125,8 @@ class GgufFile:
             )
         paths = [self.path.with_name(name) for name in part_names(self.path.name)]
         if number != 1:
-            raise ModelError(f"{self.path}: part {number} of {count}; give the first one, {paths[0].name}")
+            fetch = "" if paths[0].is_file() else "fetch all parts into one directory and "
+            raise ModelError(f"{self.path}: part {number} of {count}; {fetch}give the first one, {paths[0].name}")
         return paths
 
     def join(self, parts: Iterable[GgufFile]) -> None:
@@ -287,25 +288,34 @@ def _version(path: Path) -> _Version:
 @lru_cache(maxsize=4)
 def _joined(parts: tuple[_Version, ...]) -> GgufFile:
     """Read the headers of all parts once as long as the files are the same ones."""
-    headers = (_read_header(path, size_bytes) for path, _, size_bytes in parts)  # one at a time
+    headers = _headers(parts)
     first = next(headers)
     first.join(headers)
     return first
+
+
+def _headers(parts: tuple[_Version, ...]) -> Iterator[GgufFile]:
+    """Read one at a time, as any may be refused, and within one bound: 512 of the largest would take minutes."""
+    left = MOST_METADATA_BYTES
+    for path, _, size_bytes in parts:
+        header = _read_header(path, size_bytes, left)
+        left -= header.header_bytes[path]
+        yield header
 
 
 @lru_cache(maxsize=4)
 def _read(version: _Version) -> GgufFile:
     """Read the header once as long as the file is the same one."""
     path, _, size_bytes = version
-    return _read_header(path, size_bytes)
+    return _read_header(path, size_bytes, MOST_METADATA_BYTES)
 
 
-def _read_header(path: Path, size_bytes: int) -> GgufFile:
+def _read_header(path: Path, size_bytes: int, most_bytes: int) -> GgufFile:
     try:
         with path.open("rb") as file:
             if size_bytes < 24 or file.read(4) != b"GGUF":
                 raise ValueError("not a GGUF file, or cut off")
-            return GgufFile(path, file.fileno(), size_bytes)
+            return GgufFile(path, file.fileno(), size_bytes, most_bytes)
     except (ValueError, struct.error) as error:
         raise ModelError(f"{path}: {error}; fetch or convert it again") from error
     except OSError as error:
@@ -315,11 +325,11 @@ def _read_header(path: Path, size_bytes: int) -> GgufFile:
 class _Header:
     """Walk through the header; every count and length is compared with the bytes that are left before it is used."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, most_bytes: int) -> None:
         """Raise ValueError with the problem."""
         self._data = data
         self._at = 4
-        self._end = min(len(data), MOST_METADATA_BYTES)
+        self._end = min(len(data), most_bytes)
         version = self._number("I", "the version")
         if version not in VERSIONS:
             big = int.from_bytes(version.to_bytes(4, "big"), "little") in VERSIONS
@@ -430,7 +440,10 @@ class _Header:
     def _number(self, letter: str, what: str) -> Any:
         size = struct.calcsize(f"<{letter}")
         if size > self._end - self._at:
-            raise ValueError(f"cut off in {_short(what)}, or its metadata has more than {MOST_METADATA_BYTES} bytes")
+            raise ValueError(
+                f"cut off in {_short(what)}, or its metadata, of all parts together, has more than "
+                f"{MOST_METADATA_BYTES} bytes"
+            )
         (value,) = struct.unpack_from(f"<{letter}", self._data, self._at)
         self._at += size
         return value

@@ -17,9 +17,11 @@ from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from safetensors.torch import load_file
 
 from kernels.cpu.library import load
+from kernels.cuda.operations.quantized import FORMATS
 from kernels.ops import Groups
 from services.worker.models.config import load_config
 from services.worker.models.gguf import UNPACK, GgufWeights
+from services.worker.models.stored import GPU_TYPES
 from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix
 from shared.errors import ConfigurationError, ModelError
@@ -94,6 +96,7 @@ def test_blocks_are_the_numbers_that_gguf_reads(kind: str) -> None:
     meant = dequantize(raw, GGMLQuantizationType[kind])
     found = UNPACK[kind](torch.from_numpy(raw).view(64, 5, type_.size_bytes))
     assert found.weight_format == HELD[kind]
+    assert (kind in GPU_TYPES) == (found.weight_format in FORMATS)
     assert np.array_equal(found.plain().numpy(), meant, equal_nan=True)
 
 
@@ -103,6 +106,7 @@ def test_weights_are_read_to_the_bit_and_give_their_tokens(origin: Path, tmp_pat
     write_model(origin, model, lambda _: kind, meant)
     config = load_config(model)
     source, method = GgufWeights(config, model), method_of("none", config.stored)
+    assert (config.stored.weight_format if config.stored else None) == HELD.get(kind)
     for name, weight in load_file(meant / "model.safetensors").items():
         if ".layers." not in name or weight.ndim == 1:
             assert torch.equal(source.take(name, tuple(weight.shape), torch.float32), weight), name

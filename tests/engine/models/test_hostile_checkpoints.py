@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.ops import Groups
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import load_config
-from services.worker.models.gguf import GgufWeights
+from services.worker.models.gguf import UNPACK, GgufWeights
 from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix, Stack
 from shared.errors import ModelError
@@ -133,6 +133,7 @@ SPOILT: dict[str, tuple[str, str, Spoil, str]] = {
         ("awq", "qzeros", cut, r"qzeros has shape \[3, 16\]"),
         ("awq", "scales", lambda good: good.double(), "is F64, expected BF16 or F16"),
         ("fp8", "weight", at(math.nan), r"o_proj\.weight holds nan"),
+        ("fp8", "weight", at(math.copysign(math.nan, -1)), "nan, expected finite weights"),
         ("fp8", "weight_scale_inv", at(math.inf), "weight_scale_inv holds inf"),
         ("fp8", "weight_scale_inv", cut, r"weight_scale_inv has shape \[1, 2\]"),
         ("mxfp4", "scales", lambda good: good.fill_(255), "down_proj_scales holds nan"),
@@ -163,7 +164,7 @@ def test_tensor_that_attacks_is_refused_with_its_value(
     assert any(remedy in str(refused.value) for remedy in REMEDIES)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("kind", UNPACK)
 def test_scale_of_a_gguf_file_that_is_no_number_is_refused(tmp_path: Path, kind: str) -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 8}
     make_llama(tmp_path / "plain", seed=3, requests=1, output_tokens=1, **(SIZES | sizes))
@@ -172,7 +173,7 @@ def test_scale_of_a_gguf_file_that_is_no_number_is_refused(tmp_path: Path, kind:
     config = load_config(path)
     place = open_gguf(path).tensors["blk.0.attn_output.weight"]
     raw = bytearray(path.read_bytes())
-    scale = place.start + (208 if kind == "Q6_K" else 0)  # of the first block, ggml-common.h
+    scale = place.start + {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(kind, 0)  # of the first block, ggml-common.h
     bad = b"\xff" if kind == "MXFP4" else b"\x00\x7e"
     raw[scale : scale + len(bad)] = bad
     path.write_bytes(raw)

@@ -12,15 +12,20 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import ops as kernel_ops
 from kernels.cpu.build import BuildError
 from kernels.cuda import gpu
 from kernels.cuda.loader import CudaError
 from kernels.reference.backend import ReferenceOps
 from services.worker import backend
+from services.worker.gpu_choice import KERNELS
 from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, room_for
-from services.worker.models.config import DecoderConfig, Mixture, load_config
+from services.worker.models.config import DecoderConfig, Mixture, load_config, rank_config
 from services.worker.models.registry import FAMILIES, ExpertNames
 from services.worker.models.stored import Stored
+from services.worker.models.weights import shard_of
+from services.worker.parallel.state import ParallelState
+from services.worker.quantization import METHODS, STORED
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.engine.worker.test_process import MIB, SHAPE
@@ -116,6 +121,22 @@ def test_int4_that_the_cuda_kernels_lack_stays_on_the_cpu(
     assert words in caplog.text
     with pytest.raises(ConfigurationError, match=words):
         chosen(config_of(**config), quantize="int4", device="cuda")
+
+
+def test_formats_that_some_backends_lack_are_those_of_methods() -> None:
+    import kernels.cuda.backend  # noqa: F401 - registers its names
+
+    assert KERNELS.keys() < METHODS.keys() | STORED.keys()
+    assert {name for names in KERNELS.values() for name in names} <= set(kernel_ops.names())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_choice_is_made_with_the_numbers_of_every_rank(tp: int) -> None:
+    mixture = dataclasses.replace(EXPERTS, shared_size=128)
+    for config in (config_of(heads=8, kv_heads=2, mixture=mixture), config_of(heads=8, kv_heads=4)):
+        chosen_with = rank_config(config, tp, 1)
+        for rank in range(tp):
+            assert shard_of(config, ParallelState(tp, 1, rank)).config(config) == chosen_with
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,9 +23,10 @@ from services.cli.app import app
 from services.hub.fetch import NEEDED
 from services.hub.store import hold
 from services.launcher.model_check import ModelFacts, expected_bytes, model_problem, read_model, size_problem
+from services.worker.models.config import load_config
 from services.worker.models.stored import Stored
 from shared.errors import ConfigurationError
-from shared.settings import CommonSettings, WorkerSettings
+from shared.settings import DEMO_MODEL, CommonSettings, WorkerSettings
 from tests.support.checkpoints.gguf import write_file, write_model, write_parts
 from tests.support.launcher import ROOT, clean_env
 from tests.support.stand_ins.hub import StandInHub
@@ -254,7 +256,9 @@ def test_repository_without_safetensors_is_refused_with_its_formats(machine: Mac
     machine.hub.add("acme/gguf", gguf)
     assert "pickled weights only (pytorch_model.bin)" in machine.run("pull", "acme/pickled", code=2)
     assert "`orcinus pull acme/gguf --file tiny-q4.gguf`" in machine.run("pull", "acme/gguf", code=2)
-    assert "GGUF files there: tiny-q4.gguf" in machine.run("pull", "acme/gguf", "--file", "x.gguf", code=2)
+    assert "has no file x.gguf; choose one of tiny-q4.gguf" in machine.run(
+        "pull", "acme/gguf", "--file", "x.gguf", code=2
+    )
     assert "not a GGUF file" in machine.run("pull", "acme/gguf", "--file", "pytorch_model.bin", code=2)
     assert "tiny-q4.gguf: version 0, versions 2 and 3" in machine.run("pull", "acme/gguf", "--file", "tiny-q4.gguf")
     assert "tiny-q4.gguf: version 0, versions 2 and 3" in machine.run("up", "--model", "acme/gguf", code=2)
@@ -303,7 +307,9 @@ def test_gguf_model_in_parts_is_fetched_and_served_by_its_first(machine: Machine
     machine.hub.add("acme/gguf", {"README.md": b"# Tiny", **data})
     first = f"q3/{parts[0].name}"
     assert f"choose one of {first}: `orcinus pull acme/gguf --file {first}`" in machine.run("pull", "acme/gguf", code=2)
-    assert "serve it with `make run MODEL=acme/gguf`" in machine.run("pull", "acme/gguf", "--file", first)
+    second = f"q3/{parts[1].name}"
+    for file in (second, first):
+        assert "serve it with `make run MODEL=acme/gguf`" in machine.run("pull", "acme/gguf", "--file", file)
     with patch.object(constants, "HF_HUB_CACHE", str(machine.home / "hub")):
         settings = CommonSettings(model=Path("acme/gguf"))
     assert (settings.model.name, settings.served_model_name) == (parts[0].name, "acme/gguf")
@@ -317,7 +323,11 @@ def test_gguf_model_in_parts_is_fetched_and_served_by_its_first(machine: Machine
     assert f"{later}: part 2 of {len(parts)} is missing" in machine.run("up", "--model", str(settings.model), code=2)
     machine.hub.add("acme/torn", {"README.md": b"# Tiny", **{name: data[name] for name in list(data)[:-1]}})
     said = machine.run("pull", "acme/torn", "--file", first, code=2)
-    assert f"has no file q3/{parts[-1].name}; GGUF files there: {first}, " in said
+    assert f"has no file q3/{parts[-1].name}; choose another repository" in said
+    assert f"has {first}, and not all parts of that model; choose another" in machine.run("pull", "acme/torn", code=2)
+    settings.model.unlink()
+    (third,) = settings.model.parent.glob("*-00003-of-*")
+    assert f"part 3 of {len(parts)}; fetch all parts into one directory and give" in model_problem(third, "auto")
 
 
 def test_pull_waits_after_429_until_it_gives_up(machine: Machine) -> None:
@@ -536,6 +546,21 @@ MXFP4_NUMBERS = 4 * 8 * 64
 )  # fmt: skip
 def test_size_is_that_of_the_weights_as_they_are_held(facts: ModelFacts, settings: dict[str, Any], size: int) -> None:
     assert facts.held_bytes(WorkerSettings(**({"device": "cpu"} | settings))) == size
+
+
+@pytest.mark.parametrize("given", [{"dtype": "float32"}, {"score_softcap": 50.0}, {"intermediate_size": 520, "tp": 2}])
+def test_size_on_a_gpu_is_unpacked_where_the_kernels_lack_the_model(given: dict[str, Any]) -> None:
+    worker = WorkerSettings(device="cuda", **{name: given[name] for name in given if name in ("dtype", "tp")})
+    config, held = load_config(DEMO_MODEL), 4 if worker.dtype == "float32" else 2
+    config = replace(config, checkpoint_dtype="bfloat16", head_dim=64)
+    lacking = replace(config, **{name: value for name, value in given.items() if name not in ("dtype", "tp")})
+    facts = ModelFacts("bfloat16", FP8, Stored("fp8", 8), FP8_BITS)
+    assert facts.held_bytes(WorkerSettings(device="cuda"), config) == 40 * 132 + 2 * (8 * 128 + 32)
+    assert facts.held_bytes(worker, lacking) == held * (48 * 128 + 32)
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    raw = {"dtype": "bfloat16", "quantization_config": quantization}
+    assert expected_bytes(raw, 1000, WorkerSettings(device="cuda"), config) == 1000
+    assert expected_bytes(raw, 1000, worker, lacking) == held * 1000
 
 
 def test_size_of_mxfp4_is_expected_before_it_is_fetched() -> None:

@@ -84,6 +84,9 @@ def test_other_settings_expect_the_gpu_and_compile_nothing(given: dict[str, Any]
             False,
         ),
         (LLAMA, {"block_size": 48}, True),  # here, too
+        (LLAMA | {"intermediate_size": 520}, {}, True),
+        (LLAMA | {"intermediate_size": 520}, {"tp": 2}, False),  # rows of 260 in a rank
+        (LLAMA, {"tp": 8}, True),  # here, too
         (None, {}, True),
     ],
 )
@@ -96,7 +99,7 @@ def test_int4_expects_the_gpu_where_the_worker_takes_it(
     assert up.on_gpu(worker) == model_check._on_gpu(worker) == on_gpu
     up.compile_kernels(worker)
     assert len(builds) == (not on_gpu)
-    (ranks,) = doctor.check_ranks(worker.model_copy(update={"tp": 2}))
+    (ranks,) = doctor.check_ranks(worker.model_copy(update={"pp": 2}))
     assert ("GPUs" in ranks.detail) == on_gpu
 
 

@@ -18,6 +18,7 @@ from services.launcher.model_check import read_model
 from services.worker.models.config import load_config
 from services.worker.models.gguf import GgufWeights
 from shared.errors import ModelError
+from shared.models.gguf import reader
 from shared.models.gguf.reader import MOST_KEYS, MOST_TENSORS, open_gguf
 from shared.models.hub import gguf_files, gguf_in
 from shared.models.model_files import read_bounded
@@ -207,6 +208,9 @@ def test_first_of_several_parts_stands_for_all(tmp_path: Path, path: Path) -> No
     path.unlink()
     assert gguf_in(tmp_path) == parts[0]
     assert CommonSettings(model=tmp_path).served_model_name == "x"
+    only = parts[1].rename(tmp_path / "y-00001-of-00001.gguf")
+    assert CommonSettings(model=only).served_model_name == "y-00001-of-00001"
+    only.rename(parts[1])
     parts[0].unlink()
     assert gguf_files(tmp_path) == parts[1:]
 
@@ -243,6 +247,29 @@ def test_first_of_several_parts_stands_for_all(tmp_path: Path, path: Path) -> No
 def test_parts_that_do_not_belong_together_are_named(tmp_path: Path, changes: dict[int, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         open_gguf(write_split(tmp_path, changes)[0])
+
+
+def test_fingerprint_has_the_header_of_a_later_part_without_tensors(tmp_path: Path) -> None:
+    parts, prints = write_split(tmp_path), set()
+    write_file(parts[1], {"split.no": 1, "split.count": 3, "split.tensors.count": 3}, dict([*TENSORS.items()][1:]))
+    for number in (1, 2, 1):
+        keys_ = {"split.no": 2, "split.count": 3, "split.tensors.count": 3, "more": number}
+        write_file(parts[2], keys_, {})
+        prints.add(GgufWeights(load_config(parts[0]), parts[0]).fingerprint())
+    assert len(prints) == 2
+
+
+def test_metadata_of_all_parts_have_one_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"more": [""] * 200}  # 1.6 kB
+    parts = write_split(tmp_path, {1: texts, 2: texts})
+    first = open_gguf(parts[0]).header_bytes[parts[0]]
+    monkeypatch.setattr(reader, "MOST_METADATA_BYTES", first + 3000)
+    parts[0].touch()  # a version that was not read yet
+    with pytest.raises(ModelError, match=r"x-00003-of-00003.gguf: 200 values of more do not fit into \d+ bytes"):
+        open_gguf(parts[0])
+    monkeypatch.setattr(reader, "MOST_METADATA_BYTES", first + 200)
+    with pytest.raises(ModelError, match=r"x-00002-of-00003.gguf: 200 values of more do not fit"):
+        open_gguf(parts[0])
 
 
 def test_part_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
