@@ -387,8 +387,8 @@ class Places:
         wait_s: until there is room when nothing else comes. work_s: its own work at the rate of the workers.
         """
         due = self._due.get(content)
-        if due is not None and now < due:  # its work is counted
-            return max(1, math.ceil(due - now))
+        if due is not None and now <= due + LATE_S:  # its work is counted; of copies, one may be on its way in
+            return max(1, math.ceil(due - now if now < due else min(wait_s, HORIZON_S)))
         wait_s = (wait_s + self._promised.after(now)) / self.spare(priority, now)
         if wait_s >= HORIZON_S or len(self._due) >= MOST_PLACES:
             return math.ceil(random.uniform(HORIZON_S, 2 * HORIZON_S))  # noqa: S311 - spread, no secret
@@ -731,6 +731,8 @@ class Admission:
                     raise refusal
                 return await turns.wait(arrival, has_place)
         except ApiError as error:
+            if arrival.may_exist:  # perhaps no new work: it comes again as soon as there is room
+                raise
             raise self._placed(error, arrival.content, arrival) from None
 
     async def begin(

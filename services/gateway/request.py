@@ -340,7 +340,11 @@ class TenantThreads:
                 lane[tenant] = waiting
             if begun.done():  # its caller was cancelled just now
                 continue
-            work = self._pool.submit(function)
+            try:
+                work = self._pool.submit(function)
+            except RuntimeError as error:  # no thread can be started
+                begun.set_exception(error)
+                continue
             self._running[work] = tenant
             work.add_done_callback(partial(self._ended, begun.get_loop()))
             begun.set_result(work)

@@ -26,8 +26,8 @@ class Sleeper {
     others = cores_;
     CPU_CLR(core, &others);
     if (CPU_COUNT(&others) == 0) return;
-    is_barred_.store(true, std::memory_order_release);
-    pthread_setaffinity_np(handle_, sizeof others, &others);  // where the system refuses, it stays
+    if (pthread_setaffinity_np(handle_, sizeof others, &others)) return;
+    is_barred_.store(true, std::memory_order_release);  // last: what woke just now restores its cores the next time
   }
 
   // By the thread.

@@ -64,6 +64,16 @@ def test_place_is_spent_once_by_the_same_request() -> None:
     assert not has_place(found, 1, 103.0)
 
 
+def test_refused_copy_leaves_the_place_that_another_one_is_about_to_claim() -> None:
+    found = Places()
+    found.promise(1, "normal", 3.0, 1.0, 100.0)
+    assert has_place(found, 1, 103.2), "for its turn"
+    assert found.promise(1, "normal", 3.0, 1.0, 103.3) == 3
+    assert has_place(found, 1, 103.4), "and for the queue"
+    found.spend(1)
+    assert found.promise(1, "normal", 2.0, 1.0, 103.5) == 2, "a place of its own"
+
+
 def test_place_is_of_one_tenant_and_body() -> None:
     found = {content_of(tenant, body) for tenant, body in (("a", b"{}"), ("a", b"{ }"), ("b", b"{}"), ("a", b"{}"))}
     assert len(found) == 3

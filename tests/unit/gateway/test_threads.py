@@ -7,6 +7,8 @@ import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -117,3 +119,19 @@ async def test_work_that_waits_for_a_thread_is_forgotten_with_its_caller(work: W
 async def test_errors_of_work_are_the_callers() -> None:
     with pytest.raises(ZeroDivisionError):
         await TenantThreads().run(divmod, 1, 0)
+
+
+async def test_caller_without_a_thread_gets_the_error_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, submit, refused = TenantThreads(), ThreadPoolExecutor.submit, []
+
+    def limited(pool: ThreadPoolExecutor, *given: Any) -> Any:
+        if not refused:
+            refused.append(given)
+            raise RuntimeError("can't start new thread")
+        return submit(pool, *given)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", limited)
+    async with asyncio.timeout(30):
+        with pytest.raises(RuntimeError, match="new thread"):
+            await threads.run(int)
+        assert await threads.run(int) == 0
