@@ -26,6 +26,16 @@ def test_check_sees_a_block_that_is_counted_wrongly() -> None:
         pool.check()
 
 
+@pytest.mark.parametrize("references", [1, -1])
+def test_check_sees_a_free_block_with_references(references: int) -> None:
+    pool = BlockPool(4)
+    (taken,) = pool.take(1)
+    free = (taken + 1) % 4
+    pool.refs[free] = references
+    with pytest.raises(RuntimeError, match="in no state or in two"):
+        pool.check()
+
+
 def test_log_of_cached_blocks_stays_ordered_and_bounded() -> None:
     random = np.random.default_rng(3)
     pool = BlockPool(40, indexed=True)
