@@ -575,7 +575,8 @@ async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], starte
     """
     raw = await _json_bytes(request)
     value, headers = parse_object(raw), request.headers
-    may_exist = "idempotency-key" in headers or "last-event-id" in headers
+    returns = "last-event-id" in headers and value.get("background") is True
+    may_exist = "idempotency-key" in headers or returns
     arrival = Arrival.of(value, raw, request.state.caller, started, may_exist)
     request.state.arrival = arrival
     has_waited = await wait_for_turn(gateway, value.get("model"), request.state.caller, arrival)

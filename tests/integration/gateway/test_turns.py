@@ -175,10 +175,14 @@ async def test_limit_that_cannot_be_kept_is_429_before_the_body_is_checked(
     await wait_until(lambda: snapshot.snapshot is not None and "normal" in snapshot.snapshot.forecasts)
     async with asgi(local_gateway) as client:
         wrong = {"model": local_gateway.settings.served_model_name, "no_such_field": 1}
-        late = await client.post(path, json={**wrong, "deadline_ms": 1000})
-        assert (late.status_code, int(late.headers["retry-after"]) >= 1) == (429, True)
-        assert "deadline_ms: the first token is predicted in" in late.json()["error"]["message"]
+        refused = await client.post(path, json={**wrong, "deadline_ms": 1000})
+        assert (refused.status_code, int(refused.headers["retry-after"]) >= 1) == (429, True)
+        assert "deadline_ms: the first token is predicted in" in refused.json()["error"]["message"]
         assert (await client.post(path, json={**wrong, "deadline_ms": 90_000})).status_code == 400
+        late = {**wrong, "deadline_ms": 1000}
+        returning = {"last-event-id": "3"}  # of a request that goes on without its client, or of none
+        assert (await client.post(path, json=late, headers=returning)).status_code == 429
+        assert (await client.post(path, json={**late, "background": True}, headers=returning)).status_code == 400
 
 
 async def test_request_does_not_begin_when_its_client_left_before_its_turn(
