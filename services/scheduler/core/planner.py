@@ -109,10 +109,21 @@ class Planner:
         step.decode(decodes, rows, edge, reserved)
         replica = step.replica
         if replica.speculation.possible and not replica.inflight_of.get(step.microbatch):
+            if self._prompts_go_first(replica):
+                return
             left = min(step.tokens_left, replica.limits.max_step_tokens - rows.size)
             drafts = replica.speculation.drafts(rows, left, replica.available, step.context)
             if drafts is not None:
                 step.speculate(drafts)
+
+    def _prompts_go_first(self, replica: Replica) -> bool:
+        """Return whether prompts take what limits of the time between tokens leave of a step, and drafts nothing."""
+        table, state = replica.table, self._state
+        if not table.limited:
+            return False
+        if len(state.waiting) and table.count < state.max_running(replica):
+            return True
+        return bool((table.phase[: table.high] == PREFILLING).any())
 
     def _limit_low(self, step: StepBuilder, rows: Rows, decodes: Bool) -> tuple[Rows, Bool]:
         """Return the decodes, [n] rows and [high] mask, without those of class low that the policy lets wait.
@@ -135,6 +146,8 @@ class Planner:
             return False
         if any(step.drafts is not None and step.microbatch == microbatch for step in replica.inflight.values()):
             return True
+        if self._prompts_go_first(replica):
+            return False
         table, high = replica.table, replica.table.high
         decoding = (table.phase[:high] == DECODING) & (table.known[:high] < table.limit[:high])
         if replica.microbatches > 1:

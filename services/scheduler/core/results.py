@@ -360,6 +360,8 @@ class Results:
             finish = kinds[at]
             for row in rows[done[rows]].tolist():
                 table.sequence[row].state = State.ENDED
+                if replica.speculation.possible:
+                    replica.speculation.ended(row)
                 sequence = replica.release(row)
                 self._endings.completed(sequence)
                 self._endings.end(sequence, Finish(int(kinds[row])), "", out)

@@ -38,12 +38,14 @@ MIN_GAIN = 1.05  # tokens a second with drafts, over those without, from which t
 ALONE_NS = 1_000_000.0  # between two steps of which the second is planned behind the answer to the first; then learnt
 AHEAD_NS = 200_000.0  # between two steps when the second was sent before that
 MAX_DELAY_NS = 20e6  # of both; more is a pause of the machine
-INITIAL_SHARE = 0.7  # share of drafts that is taken to be right before any was tried
+INITIAL_SHARE = 0.7  # share of drafts that is taken to be right before any of a tenant was tried
 FORCED_SHARE = 0.95  # the same of forced ones: their text may come in other tokens
 DELAY_RATE = 0.05  # weight of a step in what passes beside steps
 SHARE_RATE = 0.25  # weight of a step in a row's share
-MAX_SHARE = 0.98  # no share is taken to be more
-RECOVERY_RATE = 0.01  # a row that could draft and does not: its share moves back to INITIAL_SHARE by so much a step
+TENANT_RATE = 0.1  # weight of an ended row's share in its tenant's
+MIN_SHARE, MAX_SHARE = 0.01, 0.98  # no share is taken to be less, or more
+RECOVERY_RATE = 0.01  # a row that does without forced drafts: their share moves back to FORCED_SHARE by so much a step
+WATCH = 16  # looks for drafts, after which rows that are trusted too little for one are compared and searched for
 MAX_PAUSE = 16  # tokens that a row without a match gets at most before the next search
 
 _DRAFTS: npt.NDArray[np.float64] = np.arange(1.0, MAX_ROW_DRAFTS + 1)  # of a row
@@ -60,7 +62,8 @@ class Drafts:
 
 
 class History:
-    """The last outputs by tenant; no tenant's drafts come from another one's. Shared by all replicas.
+    """The last outputs by tenant, and how many drafts behind them were right; no tenant's drafts come from another
+    one's. Shared by all replicas.
 
     drafted, accepted: drafts that were checked, and those that were right.
     """
@@ -70,6 +73,7 @@ class History:
         self._tokens = room_for_texts(MAX_TENANTS, TENANT_TOKENS)
         self._sizes: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)
         self._indexed: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)  # of these tokens, those in the index
+        self._share: npt.NDArray[np.float64] = np.full(MAX_TENANTS, INITIAL_SHARE)  # of drafts that were right
         self._index = NgramIndex(self._tokens, MAX_TENANTS, TENANT_TOKENS)
         self._texts: OrderedDict[str, int] = OrderedDict()  # tenant -> number of its text
 
@@ -87,6 +91,16 @@ class History:
         """Return the number of a tenant's text; -1: none."""
         return self._texts.get(tenant, -1)
 
+    def share(self, tenant: str) -> float:
+        """Return the share of a tenant's drafts that is taken to be right before any of a sequence was tried."""
+        text = self.text(tenant)
+        return INITIAL_SHARE if text < 0 else float(self._share[text])
+
+    def learn(self, tenant: str, share: float) -> None:
+        """Learn the share of drafts that was right in a sequence that has ended."""
+        text = self._served(tenant)
+        self._share[text] += TENANT_RATE * (share - self._share[text])
+
     def add(self, request: NewRequest, output: Int32) -> None:
         """Keep an output that has ended, its first tokens if it is long, for others of its tenant.
 
@@ -94,14 +108,7 @@ class History:
         """
         if output.size <= MIN_MATCH or not request.speculate:
             return
-        text = self._texts.get(request.tenant)
-        if text is None:
-            text = len(self._texts)
-            if text == MAX_TENANTS:
-                text = self._texts.popitem(last=False)[1]
-                self._forget(text)
-            self._texts[request.tenant] = text
-        self._texts.move_to_end(request.tenant)
+        text = self._served(request.tenant)
         half, first, size = TENANT_TOKENS // 2, MARGIN + text * TENANT_TOKENS, int(self._sizes[text])
         output = output[: half - 1]
         if size + output.size >= TENANT_TOKENS:
@@ -124,6 +131,18 @@ class History:
     def follow(self, found: Places) -> tuple[Int32, Float32, Rows]:
         """Return what followed there; see NgramIndex.follow."""
         return self._index.follow(found, self._sizes[found.texts], repeats=False)
+
+    def _served(self, tenant: str) -> int:
+        """Return the number of a tenant's text, now the last one to be given up; begin it where there is none."""
+        text = self._texts.get(tenant)
+        if text is None:
+            text = len(self._texts)
+            if text == MAX_TENANTS:
+                text = self._texts.popitem(last=False)[1]
+                self._forget(text)
+            self._texts[tenant], self._share[text] = text, INITIAL_SHARE
+        self._texts.move_to_end(tenant)
+        return text
 
     def _forget(self, text: int) -> None:
         self._index.clear(np.array([text]))
@@ -194,6 +213,7 @@ class Speculation:
         self._ahead_ns = AHEAD_NS
         self._answered_ns = 0  # when the last step was answered
         self._waited: Rows = NO_ROWS  # that a step was put off for
+        self._unwatched = 0  # looks for drafts without those rows that are trusted too little
         self._patience = 0  # looks of worth_waiting that are left out
         self._failures = 0
 
@@ -246,10 +266,7 @@ class Speculation:
         share = self._first_share(rows)
         timid = may & (share < least)
         if np.count_nonzero(timid):
-            self._recover(rows[timid & due])
-            if self._has_forced:
-                forced = rows[timid & (self._forced[every] > self._at[every])]
-                self._size[forced] = self._at[forced] = self._forced[forced] = 0
+            self._watch(rows[timid])
             may &= ~timid
         which = may.nonzero()[0]
         if not which.size:
@@ -282,7 +299,6 @@ class Speculation:
         if waiting:
             took += max(self._alone_ns - self._ahead_ns, 0.0)
         if (total + expected) * plain < MIN_GAIN * total * took:
-            self._recover(rows)
             return None
         return Drafts(rows, counts, self._follows_from[rows, self._at[rows], :-1][drafts])
 
@@ -315,11 +331,23 @@ class Speculation:
             self._ahead_ns += DELAY_RATE * (beside_ns - self._ahead_ns)
 
     def learn(self, rows: Rows, drafts: Int32, right: Int32) -> None:
-        """Learn from an answer: right[i] of drafts[i] guesses for rows[i] were right, [k] each."""
-        self._judge_both(rows, right, np.minimum(right + 1, drafts), self._at[rows])
-        self._checked[rows] = self._table.applied[rows]
+        """Learn from an answer, its tokens applied: right[i] of drafts[i] guesses of rows[i] brought a token, [k] each.
+
+        The guess behind these was wrong, or it was right and its row had no mask.
+        """
+        table, at = self._table, self._at[rows]
+        last = table.tokens_flat[table.base[rows] + table.applied[rows] - 1]
+        unmasked = (right < drafts) & (last == self._follows_from[rows, at, right])
+        self._judge_both(rows, right + unmasked, np.minimum(right + 1, drafts), at)
+        self._checked[rows] = table.applied[rows]
         self._history.drafted += int(drafts.sum())
         self._history.accepted += int(right.sum())
+
+    def ended(self, row: int) -> None:
+        """Let the next sequences of its tenant begin with what a row has learned that is released now."""
+        table = self._table
+        if self._willing[row] and self._seen[row] == table.generation[row]:
+            self._history.learn(table.request[row].tenant, float(self._share[row]))
 
     def force(self, rows: Rows, counts: Int32, tokens: Int32) -> None:
         """Take counts[i] tokens, those of one row after another, as what comes behind the applied ones of rows[i].
@@ -333,7 +361,7 @@ class Speculation:
         self._has_forced = True
         starts, right = np.cumsum(counts) - counts, self._forced_share[rows]
         if (worse := right < np.minimum(self._share[rows], INITIAL_SHARE)).any():
-            self._recover(rows[worse])
+            self._trust_forced(rows[worse])
             rows, starts, counts = rows[~worse], starts[~worse], counts[~worse]
         counts = np.minimum(counts, MAX_ROW_DRAFTS)
         due = (self._size[rows] <= self._at[rows]) & (self._next[rows] <= self._table.applied[rows])
@@ -360,11 +388,24 @@ class Speculation:
         self._size[rows] = self._at[rows] = self._forced[rows] = 0
         self._next[rows] = self._table.applied[rows] + 1
 
-    def _recover(self, rows: Rows) -> None:
-        """Trust rows a little more that could draft and do not."""
-        self._share[rows] += RECOVERY_RATE * (INITIAL_SHARE - self._share[rows])
+    def _trust_forced(self, rows: Rows) -> None:
+        """Trust forced drafts of rows a little more, as they are not compared while the row does without them."""
+        self._forced_share[rows] += RECOVERY_RATE * (FORCED_SHARE - self._forced_share[rows])
+
+    def _watch(self, rows: Rows) -> None:
+        """Learn now and then from rows that are trusted too little for a draft whether they can be trusted more."""
         if self._has_forced:
-            self._forced_share[rows] += RECOVERY_RATE * (FORCED_SHARE - self._forced_share[rows])
+            forced = rows[self._forced[rows] > self._at[rows]]
+            self._size[forced] = self._at[forced] = self._forced[forced] = 0
+            self._trust_forced(forced)
+        self._unwatched += 1
+        if self._unwatched < WATCH:
+            return
+        self._unwatched = 0
+        self._advance(rows)
+        rows = rows[(self._size[rows] <= self._at[rows]) & (self._next[rows] <= self._table.applied[rows])]
+        if rows.size:
+            self._search(rows)
 
     def _judge_both(self, rows: Rows, right: Int32 | Rows, tried: Int32 | Rows, at: Int32) -> None:
         """Learn as _judge, for forced guesses apart. at: of what was to follow, the first guess."""
@@ -374,7 +415,7 @@ class Speculation:
         forced = np.maximum(self._forced[rows] - at, 0)
         share, first = self._forced_share[rows], np.minimum(tried, forced)
         share += SHARE_RATE * (np.minimum(right, forced) / np.maximum(first, 1) - share)
-        self._forced_share[rows[some]] = np.minimum(np.maximum(share[some], 0.01), MAX_SHARE)
+        self._forced_share[rows[some]] = np.minimum(np.maximum(share[some], MIN_SHARE), MAX_SHARE)
         rest = tried > first
         self._judge(rows[rest], (right - first)[rest], (tried - first)[rest])
 
@@ -382,7 +423,7 @@ class Speculation:
         """Learn that right[i] of tried[i] guesses, at least one, for rows[i] were right."""
         share = self._share[rows]
         share += SHARE_RATE * (right / tried - share)
-        self._share[rows] = np.minimum(np.maximum(share, 0.01), MAX_SHARE)
+        self._share[rows] = np.minimum(np.maximum(share, MIN_SHARE), MAX_SHARE)
 
     @staticmethod
     def _least(rows: int, step_ns: float, draft_ns: float) -> float:
@@ -398,13 +439,12 @@ class Speculation:
         limits = limits[limits > 0]
         if not limits.size:
             return self._limits.max_drafts
-        limit_ns = float(limits.min()) / (1 + self._model.error)
-        return self._model.largest(limit_ns, rows.size, context, context // rows.size)
+        return self._model.largest(self._model.kept(float(limits.min())), rows.size, context, context // rows.size)
 
     def _begin(self, rows: Rows) -> None:
         """Take other sequences as those of these rows."""
         table = self._table
-        self._share[rows], self._misses[rows], self._next[rows] = INITIAL_SHARE, 0, 0
+        self._misses[rows] = self._next[rows] = 0
         self._at[rows] = self._size[rows] = self._forced[rows] = self._checked[rows] = 0
         self._forced_share[rows] = FORCED_SHARE
         self._seen[rows] = table.generation[rows]
@@ -413,6 +453,7 @@ class Speculation:
             request: NewRequest = table.request[row]
             willing = request.speculate and (not request.has_grammar or self._limits.masks_behind_drafts)
             self._willing[row], self._predicted[row] = willing, request.prediction.size > 0
+            self._share[row] = self._history.share(request.tenant)
             if willing and request.prediction.size:
                 if self._predictions is None:
                     self._predictions = Predictions(table)

@@ -113,8 +113,8 @@ class ModelBudget(Budget):
     declared): a sequence that is handed over waits for the end of the step beside which its KV is copied out.
     """
 
-    def __init__(self, tbt_ns: int = 0, spare: float = 0.05) -> None:
-        self._tbt_ns, self._spare = tbt_ns, spare
+    def __init__(self, tbt_ns: int = 0) -> None:
+        self._tbt_ns = tbt_ns
         self._presence = Presence()
         self._steps_of_low = LATELY  # in a row without a better class
         self._starved = Starved()
@@ -148,7 +148,7 @@ class ModelBudget(Budget):
             limits = table.tbt_slo_ns[: table.high]
             target_ns = int(np.where(limits > 0, limits, default_ns).min(initial=default_ns)) // 2
             # When all steps were of one size the model cannot tell the time of one token, but the mean can.
-            by_mean = replica.token_time.budget(self._kept(replica, target_ns), most, 0, ALIGN)
+            by_mean = replica.token_time.budget(replica.model.kept(target_ns), most, 0, ALIGN)
             return min(max(min(self._fits(replica, target_ns, 0, 0, depth), by_mean), ALIGN), most)
         context, others = int(table.planned[table.rows(decodes)].sum()), decodes
         if low_yields:
@@ -189,7 +189,7 @@ class ModelBudget(Budget):
         return fit
 
     def for_replica(self) -> ModelBudget:
-        return ModelBudget(self._tbt_ns, self._spare)
+        return ModelBudget(self._tbt_ns)
 
     def _fewer_steps(
         self, replica: ReplicaView, rest: int, tokens: int, prompts: int, delayed: int, decodes: int, context: int
@@ -223,16 +223,12 @@ class ModelBudget(Budget):
             least, steps = min(least, total), steps // 2
         return tokens
 
-    def _kept(self, replica: ReplicaView, limit_ns: int) -> float:
-        """Return the predicted time (ns) of a step that takes at most `limit_ns` in 99 of 100 cases."""
-        return limit_ns * (1.0 - self._spare) / (1.0 + replica.model.error)
-
     def _fits(self, replica: ReplicaView, limit_ns: int, decodes: int, context: int, depth: int) -> int:
         """Return the prompt tokens that fit beside the decodes within `limit_ns`.
 
         decodes: how many. context: sum of their context lengths. depth: tokens before the prompt's chunk.
         """
-        return replica.model.largest(self._kept(replica, limit_ns), decodes, context, depth)
+        return replica.model.largest(replica.model.kept(limit_ns), decodes, context, depth)
 
 
 class Presence:

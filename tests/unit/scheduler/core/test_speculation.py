@@ -7,6 +7,7 @@ import pytest
 
 from services.scheduler.core.ngrams import GAP, MAX_MATCH
 from services.scheduler.core.policy.step_time import StepTime
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.speculation import MAX_TENANTS, TENANT_TOKENS, History, Speculation, level
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import SlotTable
@@ -179,7 +180,63 @@ def test_row_with_wrong_guesses_gets_fewer_and_then_none_until_it_is_tried_again
         if drafts is not None:
             made.learn(row, drafts.counts, np.zeros(1, np.int32))
     assert sizes[0] > 3 and sizes[-1] == 0
-    assert any(made.propose(row, 1000, 1000, 25) for _ in range(500))
+    for number in range(200):  # other tokens than those that are guessed
+        table.tokens[0, table.applied[0]], table.applied[0] = 90 + number, table.applied[0] + 1
+        assert made.propose(row, 1000, 1000, 25) is None
+    came = 0
+    while made.propose(row, 1000, 1000, 25) is None:
+        table.tokens[0, table.applied[0]], table.applied[0] = 1 + came % 4, table.applied[0] + 1
+        came += 1
+        assert came < 100
+
+
+def test_requests_of_a_tenant_begin_with_what_its_others_have_learned() -> None:
+    history, (table, _) = History(), running(1, LIMITS)
+    for _ in range(30):  # each time another sequence, of which all guesses are wrong
+        made, row = Speculation(table, LIMITS, measured(draft_ns=900_000), history), np.array([0])
+        drafts = made.propose(row, 1000, 1000, 25)
+        for _ in range(12):
+            made.learn(row, ids(4), ids(0))
+        made.ended(0)
+    assert drafts is None
+    other, _ = running(1, LIMITS)
+    other.request[0].tenant = "another"
+    assert Speculation(other, LIMITS, measured(draft_ns=900_000), history).propose(row, 1000, 1000, 25) is not None
+
+
+def test_guess_that_was_right_and_had_no_mask_does_not_count_as_wrong() -> None:
+    table, _ = running(1, LIMITS)
+    made, row = Speculation(table, LIMITS, measured(), History()), np.array([0])
+    first = made.propose(row, 1000, 1000, 25)
+    assert first is not None
+    for _ in range(8):  # of the guesses one brings a token, and is equal to the one that comes behind it
+        drafts = made.propose(row, 1000, 1000, 25)
+        assert drafts is not None
+        table.tokens[0, table.applied[0] : table.applied[0] + 2] = drafts.tokens[:2]
+        table.applied[0] += 2
+        made.learn(row, drafts.counts, ids(1))
+    assert drafts.counts[0] >= first.counts[0]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_prompts_go_before_guesses_under_a_limit_of_the_time_between_tokens(waits: bool) -> None:
+    limits = Limits(8, 4000, 4, 1500, 2048, max_drafts=64)
+    h = House(Scheduler("orcinus", lookahead=0), limits)
+    for number in range(3):
+        new = request(f"r{number}", 4, 500, tbt_slo_ns=5 * MS)
+        new.prompts = [np.tile(ids(1, 2, 3, 4), 6)]
+        h.add(new)
+    h.step()
+    h.step()
+    replica = h.core.replicas[0]
+    replica.model = model = measured()
+    replica.speculation = Speculation(replica.table, limits, model, History())
+    replica.table.tokens[:3, :27] = np.tile(ids(1, 2, 3, 4), 7)[:27]
+    if waits:
+        h.add(request("p", 900, 5))
+    step, _ = h.core.plan(h.now)
+    assert step is not None and model.predict(int(step.chunk_lengths.sum())) < 5 * MS
+    assert (step.chunk_lengths.max() > 16, step.drafts.size > 0) == (waits, not waits)
 
 
 def test_wait_for_an_answer_that_was_in_vain_is_not_repeated_at_once() -> None:
