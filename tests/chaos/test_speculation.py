@@ -1,4 +1,4 @@
-"""Worker and scheduler killed while drafts run: the tokens are those without drafts."""
+"""Drafts on a whole stack, also when worker and scheduler are killed: the tokens are those without."""
 
 from __future__ import annotations
 
@@ -58,3 +58,23 @@ def test_tokens_are_those_without_drafts_when_worker_and_scheduler_die(stack: St
     assert [len(ids) for ids in expected] == [TOKENS] * len(plain)
     assert tokens == expected
     stack.settled_empty()
+
+
+def test_stop_string_ends_the_text_where_it_does_without_drafts(stack: Stack) -> None:
+    body = {"model": stack.name, "max_tokens": 300, "temperature": 0.7, "seed": 7, "ignore_eos": True}
+
+    def answered(**more: Any) -> tuple[dict[str, Any], int]:
+        answer = stack.post("/v1/completions", body | more).json()
+        details = answer["usage"].get("completion_tokens_details", {})
+        return answer["choices"][0], details.get("accepted_prediction_tokens", 0)
+
+    accepted = 0
+    for prompt in PROMPTS:
+        whole = answered(prompt=prompt, speculate=False)[0]["text"]
+        stop = whole[-20:-10]
+        plain, _ = answered(prompt=prompt, stop=stop, speculate=False)
+        guessed, right = answered(prompt=prompt, stop=stop)
+        assert guessed == plain
+        assert (plain["finish_reason"], plain["text"]) == ("stop", whole[: whole.index(stop)])
+        accepted += right
+    assert accepted > 0

@@ -27,7 +27,7 @@ from tests.support import in_process
 from tests.support.checkpoints.models import Reference
 from tests.support.in_process import Recorded
 
-REQUESTS = 10
+REQUESTS = 32
 OUTPUT_TOKENS = 40
 WORDS = LLMatcher.grammar_from_regex("([a-m]{2,5} ){20}")
 FORCED = LLMatcher.grammar_from_regex("abcdefghijk[l-z]mnopqrstuv[a-z]")

@@ -236,7 +236,9 @@ function totals(all) {
       const pair = document.createElement("div");
       const [term, value] = [document.createElement("dt"), document.createElement("dd")];
       term.textContent = text;
-      value.textContent = count(sum(all, field));
+      const total = sum(all, field);
+      value.textContent = count(total);
+      if (field === "accepted_tokens" && total) value.textContent += ` (${percent(total, sum(all, "drafted_tokens"))})`;
       pair.append(term, value);
       return pair;
     }),

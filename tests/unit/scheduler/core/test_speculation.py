@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from services.scheduler.core.ngrams import GAP, MAX_MATCH
+from services.scheduler.core.policy.order import ClassThenSlack
+from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.speculation import MAX_TENANTS, TENANT_TOKENS, History, Speculation, level
@@ -237,6 +241,29 @@ def test_prompts_go_before_guesses_under_a_limit_of_the_time_between_tokens(wait
     step, _ = h.core.plan(h.now)
     assert step is not None and model.predict(int(step.chunk_lengths.sum())) < 5 * MS
     assert (step.chunk_lengths.max() > 16, step.drafts.size > 0) == (waits, not waits)
+
+
+def test_fairness_charges_guesses_whether_they_are_right_or_not() -> None:
+    charged: list[int] = []
+
+    class Charging(ClassThenSlack):
+        counts_tokens = True
+
+        def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
+            charged.append(int(tokens.sum()))
+
+    limits = Limits(8, 4000, 4, 1500, 2048, max_drafts=64)
+    h = House(Scheduler(replace(parse("orcinus"), order=Charging()), lookahead=0), limits)
+    new = request("r", 4, 60)
+    new.prompts = [np.tile(ids(1, 2, 3, 4), 6)]
+    h.add(new)
+    h.step()
+    replica = h.core.replicas[0]
+    replica.speculation = Speculation(replica.table, limits, measured(), History())
+    replica.table.tokens[0, :25] = np.tile(ids(1, 2, 3, 4), 7)[:25]
+    step, _ = h.core.plan(h.now)
+    assert step is not None and step.drafts.size
+    assert charged == [24, 1 + step.drafts.size]
 
 
 def test_wait_for_an_answer_that_was_in_vain_is_not_repeated_at_once() -> None:
