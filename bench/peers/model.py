@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ VOWELS = "aeiou"
 CHECK_PROMPTS = 16
 CHECK_TOKENS = 64
 CONTEXT = 2048
+SEED = 20261130
+SHARPNESS = (60.0, 400.0)  # score of the place that is looked for, of each of the two heads that quote
 
 
 def shape(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
@@ -40,7 +43,12 @@ def shape(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, 
     }
 
 
-SHAPES = {"llama-30m": shape(512, 1408, 8, 8), "llama-380m": shape(1024, 4096, 24, 16)}
+QUOTING = "llama-30m-quoting"
+SHAPES = {
+    "llama-30m": shape(512, 1408, 8, 8),
+    QUOTING: shape(512, 1408, 8, 8),  # its answers go on as the prompt did where their last token stood before
+    "llama-380m": shape(1024, 4096, 24, 16),
+}
 
 
 def byte_letters() -> list[str]:
@@ -99,12 +107,56 @@ def make(folder: Path) -> None:
     model: Any = LlamaForCausalLM(LlamaConfig(**SHAPES[folder.name]))
     model.float().train(False)
     with torch.no_grad():
-        for parameter in model.parameters():
+        if folder.name == QUOTING:
+            _let_quote(model)
+        for parameter in model.parameters() if folder.name != QUOTING else ():
             if parameter.dim() == 2:
                 parameter *= 2.0  # else the logits of random weights are so close that rounding decides the argmax
     model.save_pretrained(folder)
     _write_tokenizer(folder)
     _write_reference(folder, model)
+
+
+def _let_quote(model: Any) -> None:
+    """Give a Llama of the shape QUOTING weights with which it quotes its context; nothing is trained.
+
+    The two layers of an induction head (Elhage and others, A Mathematical Framework for Transformer Circuits, 2021):
+    a head of the first attends to the token before, by RoPE alone, and writes its code down; one of the second looks
+    for the current token's code there, in the pairs that RoPE hardly turns, and copies the token that it finds. The
+    other layers compute as they always do and add nothing.
+    """
+    import torch
+
+    random = torch.Generator().manual_seed(SEED)
+    size, pairs, slow = 64, 32, 22  # of a head; a pair is turned by 10000 ** (-pair / 32) a token
+    unit = math.sqrt(size)  # length of a code, and of the constant beside it
+    current, constant, before, found = slice(0, 64), 64, slice(128, 192), slice(256, 320)  # parts of the hidden state
+    codes = torch.nn.functional.normalize(torch.randn(VOCAB_SIZE, size, generator=random), dim=1)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and not ("q_proj" in name or "k_proj" in name or "up_proj" in name):
+            parameter.zero_()  # what is left computes scores that nothing is multiplied with
+    model.model.embed_tokens.weight[:, current] = unit * codes
+    model.model.embed_tokens.weight[:, constant] = unit
+    model.lm_head.weight[:, found] = codes
+    for number, parts in enumerate((2, 3)):  # in the hidden state so far
+        attention = model.model.layers[number].self_attn
+        rms = unit * math.sqrt(parts / attention.o_proj.weight.shape[0])
+        for projection in (attention.q_proj, attention.k_proj):
+            projection.weight.zero_()
+        attention.v_proj.weight[:size, current] = torch.eye(size)
+        attention.o_proj.weight[before if number == 0 else found, :size] = rms * torch.eye(size)
+        if number == 0:
+            length = math.sqrt(SHARPNESS[0] * unit / pairs) * rms / unit
+            angles = 10000.0 ** (-torch.arange(pairs) / pairs)  # one token's turn
+            attention.k_proj.weight[:pairs, constant] = length
+            attention.q_proj.weight[:pairs, constant] = length * torch.cos(angles)
+            attention.q_proj.weight[pairs:size, constant] = -length * torch.sin(angles)
+        else:
+            places = torch.cat([torch.arange(slow, pairs), torch.arange(pairs + slow, size)])
+            basis = torch.linalg.qr(torch.randn(size, places.numel(), generator=random))[0].T
+            length = math.sqrt(SHARPNESS[1] * unit / places.numel()) * rms
+            attention.q_proj.weight[places, current] = length * basis
+            attention.k_proj.weight[places, before] = length * basis
 
 
 def _write_tokenizer(folder: Path) -> None:
