@@ -213,7 +213,7 @@ sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels un
 kernels-ptx: install-dev ## test what NVRTC makes of the CUDA kernels, its PTX, on the emulator (no GPU needed)
 	EMULATOR_PTX=1 $(PY) -m pytest $(PARALLEL) tests/kernels/cuda tests/emulator/test_ptx.py
 
-# All kernels in all cases of their tests. test_races.py alone, but for the planted bugs, is a part of kernels-check.
+# All kernels in all cases of their tests. test_races.py alone, with two of the planted bugs, is a part of kernels-check.
 kernels-races: install-dev ## look for races in the emulated CUDA kernels and in copies with planted bugs (four minutes of one core)
 	EMULATOR_RACES=1 $(PY) -m pytest $(PARALLEL) tests/emulator/test_races.py tests/kernels/test_samplers.py \
 		tests/kernels/cuda/operations tests/kernels/cuda/test_races.py -k "not cpu"
