@@ -18,7 +18,7 @@ from kernels.ops import Int32
 
 DECODE_SPLIT_SLABS = 16  # 256 tokens: below, merging costs more than the split gains
 PREFILL_SPLIT_SLABS = 48
-"""Of a tile; docs/gpu.md has times on an H100."""
+"""Of a tile; docs/gpu-results.md has times on an H100."""
 
 SPLIT_STEP = 4  # slabs: one for each warp of a decode block, one KV tile of the prefill kernel
 MMA_ROWS = 16  # query heads of a KV head that a decode block takes at once
