@@ -198,7 +198,7 @@ def rows(*results: Mapping[str, Any] | None) -> list[str]:
     parts: dict[str, Any] = {}
     for result in results:
         parts = (result or {}).get("parts", {}) | parts
-    banks = json.loads(BANKS.read_text())
+    banks = json.loads(BANKS.read_text())["kernels"]
     lines = []
     for kernel in kernels(parts.get("probes", {}).get("device", {}).get("has_wgmma", False)):
         name = kernel.block.name
