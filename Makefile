@@ -199,9 +199,10 @@ kernels-build: install ## compile the CPU kernels for this machine now instead o
 	$(PY) kernels/cpu/build.py
 
 # As test-kernels and test-engine, in one run: each of its processes imports torch and transformers once.
-kernels-check: install-dev kernels-build ## test every kernel and the engine, CUDA on the emulator; compile CUDA kernels and compare their registers (no GPU needed)
+kernels-check: install-dev kernels-build ## test every kernel and the engine, CUDA on the emulator; compile CUDA kernels that changed, compare their registers, look for local memory, count bank conflicts (no GPU needed)
 	$(PY) -m pytest $(PARALLEL) tests/emulator tests/kernels tests/engine -m "not slow"
 	$(PY) -m kernels.cuda.check
+	$(PY) -m tests.kernels.cuda.banks --changed
 
 # The sanitizers' runtime must be loaded first; Python itself never frees all its memory. A test's time limit is not for
 # compiling.
@@ -213,12 +214,12 @@ sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels un
 kernels-ptx: install-dev ## test what NVRTC makes of the CUDA kernels, its PTX, on the emulator (no GPU needed)
 	EMULATOR_PTX=1 $(PY) -m pytest $(PARALLEL) tests/kernels/cuda tests/emulator/test_ptx.py
 
-# All kernels in all cases of their tests. test_races.py alone, but for the planted bugs, is a part of kernels-check.
+# All kernels in all cases of their tests. test_races.py alone, with two of the planted bugs, is a part of kernels-check.
 kernels-races: install-dev ## look for races in the emulated CUDA kernels and in copies with planted bugs (four minutes of one core)
 	EMULATOR_RACES=1 $(PY) -m pytest $(PARALLEL) tests/emulator/test_races.py tests/kernels/test_samplers.py \
 		tests/kernels/cuda/operations tests/kernels/cuda/test_races.py -k "not cpu"
 
-# Those that tests/kernels/cuda/test_banks.py names are a part of kernels-check.
+# Those that changed, and those that tests/kernels/cuda/test_banks.py names, are a part of kernels-check.
 kernels-banks: install-dev ## count bank conflicts and sectors of all CUDA kernels on the emulator, beside goals (a minute of one core; ARGS="KERNEL" for lines)
 	$(PY) -m tests.kernels.cuda.banks $(ARGS)
 

@@ -736,13 +736,18 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         return int(end - start)
 
     def compile(
-        self, forward: Callable[[Any], Tensor], cache: CacheT, max_tokens: int, max_samples: int
+        self,
+        forward: Callable[[Any], Tensor],
+        cache: CacheT,
+        max_tokens: int,
+        max_samples: int,
+        least: Callable[[list[int]], list[int]] = list,
     ) -> Callable[[PreparedT], Tensor]:
         """Return a faster `forward`, a function of Prepared made of this backend's operations alone; here, itself.
 
         `forward` must call the same operations with the same weights whatever the batch holds. The result is called
         with at most max_tokens rows, at most max_samples of which sample; the tensor it returns holds until the next
-        call.
+        call. least: returns the smallest first, second, ... number of all ranks that `exchange` with each other.
         """
         return forward
 

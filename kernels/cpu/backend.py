@@ -553,7 +553,14 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         return sample(self._immediate, logits, rows)
 
-    def compile(self, forward: Callable[[Any], Tensor], cache: CpuCache, max_tokens: int, max_samples: int) -> Compiled:
+    def compile(
+        self,
+        forward: Callable[[Any], Tensor],
+        cache: CpuCache,
+        max_tokens: int,
+        max_samples: int,
+        least: Callable[[list[int]], list[int]] = list,
+    ) -> Compiled:
         recording = Recording(self._immediate, max_tokens, max_samples)
         empty = np.zeros(0, np.int32)
         no_rows = Batch(empty, empty, empty, empty, empty.reshape(0, 0), empty, empty, empty)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.cuda import calls
 from kernels.cuda.cache import CudaCache
-from kernels.cuda.device import Device, Event, dtype_name, launch, pointer, put
+from kernels.cuda.device import Device, Event, borrowed, dtype_name, launch, pointer, put
 from kernels.cuda.graphs import Graphs, rooms_up_to
 from kernels.cuda.metadata import CudaPrepared, Staging, Work, page_columns, plan_columns, row_columns
 from kernels.cuda.operations import quantized
@@ -288,8 +288,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         the batch has, so that ranks agree on them whatever each one pads.
         """
         if self.gpu.is_recording:
-            counts, of_samples = self._counts, self._selected
-            self.gpu.cut(lambda: self._exchange(x[: counts[of_samples]], call))
+            counts, of_samples, rows = self._counts, self._selected, borrowed(x)
+            self.gpu.cut(lambda: self._exchange(rows[: counts[of_samples]], call))
         else:
             self._exchange(x, call)
 
@@ -420,7 +420,12 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return self.gpu.elapsed_ns(start, end)
 
     def compile(
-        self, forward: Callable[[Any], Tensor], cache: CudaCache, max_tokens: int, max_samples: int
+        self,
+        forward: Callable[[Any], Tensor],
+        cache: CudaCache,
+        max_tokens: int,
+        max_samples: int,
+        least: Callable[[list[int]], list[int]] = list,
     ) -> Callable[[CudaPrepared], Tensor]:
         """Run the forward pass on padding, to see what its attention is, and record it (see Graphs).
 
@@ -434,7 +439,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         attention, vocabulary = self._tried(forward, cache)
         if not attention:
             return forward
-        layer_numbers = (self._multiplied - before) // len(attention)
+        # Ranks exchange rows while they record, so all record the same numbers of rows, also where their layers differ.
+        [layer_numbers] = least([(self._multiplied - before) // len(attention)])
         planner = self._attention.planner(attention, cache)
         partial_rows = planner.bounds(Room(max_tokens, most, max_tokens)).partial_rows
         self._attention.reserve(partial_rows, attention[0].heads, cache.shape.head_dim)

@@ -1,8 +1,9 @@
 """`python -m kernels.cuda.check`: compiles sources for every architecture and compares with registers.json.
 
-No warning, nothing in local memory, no kernel with more registers or shared memory than recorded; `--write` compiles
-all and records what is there. A source is not compiled again while it, its headers, options and compiler are those that
-were recorded. Run by `make kernels-check`; needs no GPU.
+No warning, nothing in local memory (by ptxas' log, and by the SASS where nvdisasm is installed), no kernel with more
+registers or shared memory than recorded; `--write` compiles all and records what is there. A source is not compiled
+again while it, its headers, options and compiler are those that were recorded. Run by `make kernels-check`; needs no
+GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from kernels.cuda import cubin
-from kernels.cuda.loader import ARCHITECTURES, OPTIONS, CudaError, compiled, headers, is_for, nvrtc_version, sources
+from kernels.cuda.loader import (
+    ARCHITECTURES,
+    OPTIONS,
+    Cubin,
+    CudaError,
+    compiled,
+    headers,
+    is_for,
+    nvrtc_version,
+    sources,
+)
 
 RECORDED = Path(__file__).parent / "registers.json"
 Table = dict[str, dict[str, dict[str, Any]]]  # architecture, kernel, figure
@@ -60,7 +71,8 @@ def write(paths: Sequence[Path]) -> None:
         }
         for path in without
     }
-    document = {"nvrtc": nvrtc_version(), "sources": of_sources, "kernels": table}
+    with_sass = cubin.disassembler() is not None
+    document = {"nvrtc": nvrtc_version(), "sass_read": with_sass, "sources": of_sources, "kernels": table}
     RECORDED.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -77,7 +89,22 @@ def measure(paths: Sequence[Path]) -> tuple[Table, list[str]]:
     for (path, arch), one in zip(jobs, made, strict=True):
         table[arch] |= cubin.as_json(one.usage())
         complaints += [f"{path.name}, {arch}: {line}" for line in cubin.warnings(one.log)]
-    return table, complaints
+    return table, complaints + _in_sass(jobs, made)
+
+
+def _in_sass(jobs: Sequence[tuple[Path, str]], made: Sequence[Cubin]) -> list[str]:
+    """Return which kernels load from or store to local memory by their SASS; none without a disassembler."""
+    tool = cubin.disassembler()
+    if tool is None:
+        return []
+    with ThreadPoolExecutor(2) as pool:
+        counts = pool.map(lambda one: cubin.local_accesses(cubin.sass_of(one.image, tool)), made)
+    return [
+        f"{path.name}, {arch}: {kernel} has {count} loads and stores of local memory in its SASS"
+        for (path, arch), of_kernels in zip(jobs, counts, strict=True)
+        for kernel, count in of_kernels.items()
+        if count
+    ]
 
 
 def compare(found: Table, recorded: Table) -> list[str]:
@@ -119,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for arch, kernels in found.items():
         for name, row in kernels.items():
             print(f"{arch}  {name:24} {row['registers']:4} registers  {row['shared_bytes']:6} bytes of shared memory")
+    if cubin.disassembler() is None:
+        print("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm): the SASS of what changed was not read")
     for complaint in complaints:
         print(f"error: {complaint}", file=sys.stderr)
     return 1 if complaints else 0

@@ -1,16 +1,25 @@
-"""What a compiled program says of itself: registers and shared memory from ptxas's log, constants from the ELF file."""
+"""What a compiled program says of itself: registers and shared memory from ptxas's log, constants from the ELF file,
+accesses to local memory from its SASS where NVIDIA's nvdisasm is installed (a wheel, nvidia-cuda-nvdisasm)."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import struct
+import subprocess
+import tempfile
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 _WARNING = re.compile(r"warning", re.IGNORECASE)
+_CODE = re.compile(r"\s*\.section\s+\.text\.(\w+)")
+_LOCAL = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@\S+\s+)?(?:LDL|STL)\b")
+DISASSEMBLER = "nvdisasm"
 
 _SYMBOLS = 2  # section type SHT_SYMTAB
 _EMPTY = 8  # SHT_NOBITS: no bytes in the file
@@ -44,6 +53,36 @@ def usage(log: str) -> dict[str, Usage]:
 def warnings(log: str) -> list[str]:
     """Return the lines of a log that warn."""
     return [line.strip() for line in log.splitlines() if _WARNING.search(line)]
+
+
+@cache
+def disassembler() -> str | None:
+    """Return the path of nvdisasm, of its wheel or of a CUDA toolkit; None where there is none."""
+    try:
+        files = metadata.files("nvidia-cuda-nvdisasm") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    return next((str(file.locate()) for file in files if file.name == DISASSEMBLER), shutil.which(DISASSEMBLER))
+
+
+def sass_of(image: bytes, tool: str) -> str:
+    """Return the machine's instructions. tool: as of `disassembler`. Raise CalledProcessError for what is no cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(image)
+        file.flush()
+        return subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True).stdout
+
+
+def local_accesses(sass: str) -> dict[str, int]:
+    """Return for each kernel how many instructions load from or store to local memory."""
+    found, name = dict[str, int](), ""
+    for line in sass.splitlines():
+        if match := _CODE.match(line):
+            name = match[1]
+            found[name] = 0
+        elif name and _LOCAL.search(line):
+            found[name] += 1
+    return found
 
 
 def constants(image: bytes, suffix: str) -> dict[str, int]:

@@ -103,7 +103,8 @@ class Device(ABC):
     @abstractmethod
     def cut(self, call: Callable[[], object]) -> None:
         """Inside `capture`, end a part of the recording: each repetition calls this behind what was given before and
-        ahead of what comes after. It may wait and take memory, and is not called now.
+        ahead of what comes after. It may wait and take memory, and is not called now. What it refers to lives as long
+        as the recording: a tensor that was taken in it is to be `borrowed`, or no later one finds room there.
         """
 
     @abstractmethod
@@ -130,6 +131,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 def pointer(tensor: Tensor | None) -> int:
     """Return the address of a tensor; 0 for None."""
     return 0 if tensor is None else int(tensor.data_ptr())
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """Return a tensor in the memory of a contiguous one, without keeping that memory: its owner has to."""
+    nbytes = tensor.numel() * tensor.element_size()
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, nbytes)
+    return tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def launch(stream: Stream, call: Call, *touched: Tensor | None) -> None:

@@ -25,11 +25,11 @@ from kernels.cuda import cubin
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "lib"
 CACHE = Path(__file__).parents[2] / ".cache" / "kernels" / "cuda"
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """What CI compiles for and images carry."""
 
 OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
-KEPT = 128
+KEPT = 256
 """Files in the cache; the oldest go."""
 
 WITHOUT_CUPY = "CuPy is not installed (make install DEVICE=cuda, or pip install cupy-cuda13x): {}"

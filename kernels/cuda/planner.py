@@ -18,7 +18,7 @@ from kernels.ops import Int32
 
 DECODE_SPLIT_SLABS = 16  # 256 tokens: below, merging costs more than the split gains
 PREFILL_SPLIT_SLABS = 48
-"""Of a tile; docs/gpu.md has times on an H100."""
+"""Of a tile; docs/gpu-results.md has times on an H100."""
 
 SPLIT_STEP = 4  # slabs: one for each warp of a decode block, one KV tile of the prefill kernel
 MMA_ROWS = 16  # query heads of a KV head that a decode block takes at once
@@ -162,20 +162,24 @@ def _new_tiles(count: int) -> Int32:
 def _most(work: Int32, wanted: int, least: int) -> int:
     """Return the slabs of an item at most, `least` or more: the fewest with which there are up to `wanted` items.
 
-    Where there are more tiles than that, each is cut into pieces of an equal share of all work.
+    A share is that part of all work which each of `wanted` seats would have. Where more tiles come than that, or one
+    wave leaves an item with more than two shares, items have a share at most: begun with the longest, they end within
+    two. Tiles that have no more than two, a whole wave of almost equal ones too, gain nothing by cuts and stay whole.
     """
     share = max(least, _whole_steps(-(-int(work.sum(dtype=np.int64)) // wanted)))
-    longest = int(work.max(initial=0))
-    if longest <= share or len(work) >= wanted:
+    size = longest = int(work.max(initial=0))
+    if longest <= share:
         return share
-    low, high = share // SPLIT_STEP, -(-longest // SPLIT_STEP)  # with `high` every tile is one item
-    while low < high:
-        middle = (low + high) // 2
-        if int((-(-work // (middle * SPLIT_STEP))).sum()) <= wanted:
-            high = middle
-        else:
-            low = middle + 1
-    return low * SPLIT_STEP
+    if len(work) < wanted:
+        low, high = share // SPLIT_STEP, -(-longest // SPLIT_STEP)  # with `high` every tile is one item
+        while low < high:
+            middle = (low + high) // 2
+            if int((-(-work // (middle * SPLIT_STEP))).sum()) <= wanted:
+                high = middle
+            else:
+                low = middle + 1
+        size = low * SPLIT_STEP
+    return size if size <= 2 * share else share
 
 
 def _split(tiles: Int32, work: Int32, most: Int32, least: Int32) -> Int32:

@@ -210,6 +210,7 @@ class Engine:
             cache,
             step_tokens,
             min(self.settings.max_seqs + MAX_DRAFTS, step_tokens),
+            self.parallel.least,
         )
 
     @property

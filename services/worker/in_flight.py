@@ -336,7 +336,7 @@ def _that_count(chunks: Chunks, tokens: Int32) -> Bool:
     right = np.zeros(tokens.size, np.bool_)
     behind = np.ones(tokens.size, np.bool_)
     behind[ends] = False  # no draft stands behind the last token that is drawn
-    right[behind] = tokens[behind] == chunks.guesses
+    right[behind] = (tokens[behind] == chunks.guesses) & (tokens[behind] >= 0)  # a failed draw equals no draft
     wrong: Int64 = np.cumsum(~right) - ~right  # wrong ones before each row
     counting: Bool = wrong == np.repeat(wrong[starts], draws)
     counting &= tokens != UNMASKED

@@ -451,7 +451,7 @@ class SlotTable:
             return None, NONE
         drafts = self._column(step.chunk_drafts, "chunk_drafts", self.max_model_len)
         self._pair(slots, drafts, "chunk_slots, chunk_drafts")
-        guesses = self._column(step.drafts, "drafts", ANY)
+        guesses = self._column(step.drafts, "drafts", 1 << 31)  # below zero are marks of tokens that were not drawn
         if int(drafts.sum(dtype=np.int64)) != guesses.size:
             raise ProtocolError(f"drafts: {guesses.size} ids for chunks with {drafts.sum(dtype=np.int64)} drafts")
         return drafts, guesses

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import ops as kernel_ops
+from kernels.cuda import backend, graphs
+from kernels.cuda.backend import CudaOps
+from kernels.emulator.device import EmulatedDevice
 from protos import worker_pb2
+from services.worker import engine as engine_module
 from services.worker.models.checkpoint import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
@@ -17,10 +25,12 @@ from services.worker.models.layers import MixtureOfExperts
 from services.worker.models.weights import shard_of
 from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, make_engine
+from tests.engine.emulated import SHAPE, SMALL
 from tests.engine.ranks import Processes
 from tests.support.checkpoints.gguf import write_model
 from tests.support.checkpoints.models import Reference, make_llama
+from tests.support.compiler import needs_compiler
 
 TOKENS = 10
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -170,3 +180,59 @@ def test_deterministic_logprobs_of_three_ranks_ignore_chunks_and_batches(process
                 driver.step({slot: chunk for slot in range(together)})
             found.append((driver.outputs[0], driver.logprobs[0]))
     assert found[1:] == found[:-1]
+
+
+class Stage(ParallelState):
+    """One of two stages that are threads of one process."""
+
+    def __init__(self, rank: int, between: Barrier, said: dict[int, Any], rows: Queue[Tensor]) -> None:
+        super().__init__(1, 2, rank)
+        self.between, self.said, self.passed = between, said, rows
+
+    def connect(self, device: torch.device, exact: bool = False) -> None:
+        pass
+
+    def everyones(self, mine: Any) -> list[Any]:
+        self.said[self.rank] = mine
+        self.between.wait(20)
+        found = [self.said[0], self.said[1]]
+        self.between.wait(20)
+        return found
+
+    def texts(self, text: str) -> list[str]:
+        return self.everyones(text)
+
+    def least(self, numbers: list[int]) -> list[int]:
+        return [min(both) for both in zip(*self.everyones(numbers), strict=True)]
+
+    def send_rows(self, x: Tensor) -> None:
+        self.passed.put(x.clone())
+
+    def receive_rows(self, x: Tensor) -> None:
+        sent = self.passed.get(timeout=20)
+        assert sent.shape == x.shape
+        x.copy_(sent)
+
+
+@needs_compiler
+def test_stages_with_other_layers_record_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage of dense layers is worth graphs of more rows than one of experts, and each waits for the other's rows."""
+    fields = {"kind": "qwen2_moe", "num_hidden_layers": 2, "mlp_only_layers": [0], **SHAPE}
+    make_llama(tmp_path, seed=5, requests=1, output_tokens=1, **fields)
+    monkeypatch.setattr(engine_module, "choose", lambda *_: (CudaOps(EmulatedDevice()), torch.float16))
+    monkeypatch.setattr(graphs, "LAUNCHING", 32 * 100_000)  # a layer has 86,016 numbers, or 190,464 with experts
+    recorded: list[Any] = []
+    rooms_up_to = graphs.rooms_up_to
+
+    def rooms(*limits: Any) -> Any:
+        recorded.append(rooms_up_to(*limits))
+        return recorded[-1]
+
+    monkeypatch.setattr(backend, "rooms_up_to", rooms)
+    settings: dict[str, Any] = SMALL | {"kernels": "emulator", "dtype": "auto", "kv_blocks": 40}
+    between, said, rows = Barrier(2), dict[int, Any](), Queue[Tensor]()
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(make_engine, tmp_path, 0, Stage(at, between, said, rows), **settings) for at in range(2)]
+        for one in made:
+            one.result()
+    assert len(recorded) == 2 and recorded[0] == recorded[1] and rows.empty()

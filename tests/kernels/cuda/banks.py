@@ -2,6 +2,7 @@
 
     python -m tests.kernels.cuda.banks              all kernels; exit code 1 where one is over its goal
     python -m tests.kernels.cuda.banks KERNEL ...   some, and which lines take more than they must
+    python -m tests.kernels.cuda.banks --changed    those of sources that changed since they were counted
     python -m tests.kernels.cuda.banks --write      put what is counted into kernels/cuda/banks.json
 
 What is counted is NVRTC's PTX, emulated; see kernels/emulator/include/banks.h. Of kernels for two types only those of
@@ -11,6 +12,7 @@ bfloat16 run: the others have the same addresses.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections import Counter
@@ -21,7 +23,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kernels.cuda import loader
+import kernels.emulator.ptx
+from kernels.cuda import check, loader
 from kernels.emulator.program import BANKS, FORWARD, SPACES, Banks, Program
 from tests.kernels.cuda import programs
 from tests.kernels.cuda.operations.test_quantized import Case
@@ -93,8 +96,22 @@ def by_line(banks: Sequence[Banks]) -> list[tuple[str, str, Count]]:
 
 def recorded() -> dict[str, dict[str, dict[str, float]]]:
     """Return `taken`, `least` and `goal` of each kernel and kind of memory, as recorded."""
-    kernels: dict[str, dict[str, dict[str, float]]] = json.loads(RECORDED.read_text())
+    kernels: dict[str, dict[str, dict[str, float]]] = json.loads(RECORDED.read_text())["kernels"]
     return kernels
+
+
+def digests() -> dict[str, str]:
+    """Return a digest for each source of the kernels that are counted, and of what counts them."""
+    folder = Path(kernels.emulator.ptx.__file__).parent
+    counts = (folder / "ptx.py").read_bytes() + (folder / "include" / "banks.h").read_bytes()
+    sources = sorted({programs.source_of(kernel) for kernel in COUNTED})
+    return {one.name: hashlib.sha256(check.digest_of(one).encode() + counts).hexdigest() for one in sources}
+
+
+def changed() -> list[str]:
+    """Return the kernels of sources that are not as they were when they were counted."""
+    before, now = json.loads(RECORDED.read_text())["sources"], digests()
+    return [one for one in COUNTED if before.get(name := programs.source_of(one).name) != now[name]]
 
 
 def over_goal(kernel: str, counts: Mapping[str, Count]) -> list[str]:
@@ -113,11 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.kernels.cuda.banks", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("kernels", nargs="*", metavar="KERNEL", help="only these, line by line")
+    parser.add_argument("--changed", action="store_true", help="only those that changed since they were counted")
     parser.add_argument("--write", action="store_true", help="record what is counted; goals stay, and a new one is 1")
     options = parser.parse_args(arguments)
     counts, complaints = {}, []
     before = recorded()
-    for kernel in options.kernels or COUNTED:
+    for kernel in changed() if options.changed else options.kernels or COUNTED:
         banks = count(kernel)
         counts[kernel] = by_space(banks)
         for space, found in counts[kernel].items():
@@ -130,14 +148,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for at, space, line in by_line(banks) if options.kernels else ():
             print(f"    {at:28} {space:15} {line.taken:7} for {line.least:7}")
     if options.write:
-        made = before if options.kernels else {}
+        made = before if options.kernels or options.changed else {}
         for kernel, spaces in counts.items():
             made[kernel] = {
                 space: found._asdict() | {"goal": before.get(kernel, {}).get(space, {}).get("goal", NEW_GOAL)}
                 for space, found in spaces.items()
             }
         ordered = {kernel: made[kernel] for kernel in COUNTED if kernel in made}
-        RECORDED.write_text(json.dumps(ordered, indent=1) + "\n")
+        sources = json.loads(RECORDED.read_text())["sources"] if options.kernels else digests()
+        RECORDED.write_text(json.dumps({"sources": sources, "kernels": ordered}, indent=1) + "\n")
     for kernel, spaces in counts.items():
         complaints += over_goal(kernel, spaces)
     for complaint in complaints:

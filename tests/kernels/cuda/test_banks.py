@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from kernels.cuda import loader
+from tests.kernels.cuda import banks
 from tests.kernels.cuda.banks import COUNTED, Counting, by_line, by_space, count, over_goal, recorded
 from tests.kernels.cuda.test_races import Plant, alone, planted
 from tests.support.compiler import needs_compiler
@@ -61,10 +63,12 @@ def test_planted_conflict_is_over_the_goal(name: str, tmp_path: Path, monkeypatc
     plant, folder = PLANTS[name], tmp_path / "src"
     assert (loader.SOURCES / plant.file).read_text().count(plant.right) == 1
     program = compiled(planted(plant, folder), folder, monkeypatch)
-    banks = count(plant.kernel, lambda _: program)
+    counted = count(plant.kernel, lambda _: program)
     space = "global" if plant.kernel == "add_bf16" else "shared"
-    assert [text.partition(":")[0] for text in over_goal(plant.kernel, by_space(banks))] == [f"{plant.kernel}, {space}"]
-    assert by_line(banks)[0][1] == space
+    assert [text.partition(":")[0] for text in over_goal(plant.kernel, by_space(counted))] == [
+        f"{plant.kernel}, {space}"
+    ]
+    assert by_line(counted)[0][1] == space
 
 
 def test_every_counted_kernel_has_goals() -> None:
@@ -74,3 +78,11 @@ def test_every_counted_kernel_has_goals() -> None:
         for kernel in recorded().values()
         for row in kernel.values()
     )
+
+
+def test_kernels_of_sources_that_changed_are_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    counted = json.loads(banks.RECORDED.read_text())["sources"]
+    assert counted.keys() == banks.digests().keys()
+    monkeypatch.setattr(banks, "digests", lambda: counted | {"norms.cu": "another"})
+    assert banks.changed() == ["rms_norm_bf16", "layer_norm_bf16"]

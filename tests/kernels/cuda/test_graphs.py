@@ -142,6 +142,47 @@ def test_exchanges_between_the_parts_of_a_graph_see_the_rows_of_the_batch(
             assert (found[1] - found[0]).abs().max() <= 0.02 * found[0].abs().max()
 
 
+class Pool(EmulatedDevice):
+    """Records as a GPU does: work is not kept, so a recording holds what calls of the host in it refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def capture(self, work: Any) -> Any:
+        self.calls.append(None)
+        work()
+        self.calls.append(None)
+        return lambda: None
+
+    @property
+    def is_recording(self) -> bool:
+        return self.calls.count(None) % 2 == 1
+
+    def cut(self, call: Any) -> None:
+        self.calls.append(call)
+
+
+def test_graphs_of_ranks_keep_no_memory_of_what_they_exchange(paths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each sum over the ranks has memory of its own in each graph."""
+    product, taken = RowParallelLinear.forward, []
+
+    def exchanged(layer: RowParallelLinear, x: Tensor, selected: bool = False) -> Tensor:
+        out = product(layer, x, selected)
+        layer.ops.exchange(out, lambda rows: None)
+        return out
+
+    with torch.inference_mode():
+        for forward in (product, exchanged):
+            monkeypatch.setattr(RowParallelLinear, "forward", forward)
+            device = Pool()
+            world = World(paths("llama"), device, True)
+            taken.append(device.free_bytes()[1] - device.free_bytes()[0])
+            sums = sum(call is not None for call in device.calls)
+            assert sums == (0 if forward is product else 2 * len(world.decoder.layers) * device.calls.count(None) // 2)
+    assert taken[1] == taken[0]
+
+
 def adapters_of(world: World, numbers: int) -> None:
     """Load adapters 1 .. numbers of other ranks beside q, v, o, gate and down of both layers."""
     rows, generator = world.decoder.adapters, torch.Generator().manual_seed(7)
@@ -277,8 +318,9 @@ def test_rows_of_graphs_are_bound_by_the_matrices_of_a_layer(paths: Any, monkeyp
         world = World(paths("llama"), device_of(), True)
         adapters_of(world, 1)
         world.ops.compile(world.run, world.cache, 64, 8)
+        world.ops.compile(world.run, world.cache, 64, 8, lambda mine: [min(number, 7) for number in mine])
     numbers = sum(outputs * inputs for outputs, inputs in layer_matrices(world.decoder.config))
-    assert asked == [(numbers, False), (numbers, True)]
+    assert asked == [(numbers, False), (numbers, True), (7, True)], "the least of all ranks"
 
 
 def test_graphs_are_recorded_at_these_numbers_of_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from itertools import chain
 from typing import Any
@@ -9,8 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels.cuda import calls, residency
 from kernels.cuda.calls import ITEM, SLAB, tokens_per_item
-from kernels.cuda.planner import Plan, Planner, Room, Seats
+from kernels.cuda.planner import (
+    DECODE_SPLIT_SLABS,
+    PREFILL_SPLIT_SLABS,
+    SPLIT_STEP,
+    Plan,
+    Planner,
+    Room,
+    Seats,
+)
 from kernels.ops import Int32
 
 HEAD_DIM = 128
@@ -177,3 +187,92 @@ def test_few_long_sequences_are_cut_into_a_whole_wave_at_most(sequences: int, co
     lengths = np.arange(sequences + 1, dtype=np.int32), np.full(sequences, context, np.int32)
     blocks = len(planner(132, 8, 4, HEAD_DIM).plan(*lengths).decode) * 8
     assert 0.55 * 396 < blocks <= 396
+
+
+CARDS = {
+    "A100": ("sm_80", 108),
+    "RTX 3090": ("sm_86", 82),
+    "L4": ("sm_89", 58),
+    "RTX 4090": ("sm_89", 128),
+    "H100": ("sm_90", 132),
+    "B200": ("sm_100", 148),
+    "RTX 5090": ("sm_120", 170),
+}
+
+
+def planner_of(card: str, kv_heads: int, group: int, head_dim: int) -> tuple[Planner, Seats]:
+    """As the backend makes it of registers.json and shared memory."""
+    arch, processors = CARDS[card]
+    blocks = calls.decode_block(calls.BF16, head_dim), calls.prefill_block(calls.BF16, head_dim, arch == "sm_90")
+    seats = Seats(*(processors * residency.resident_of(arch, *block) for block in blocks))
+    return Planner(seats, kv_heads, group, head_dim), seats
+
+
+def chunk_and_decodes(tokens: int, context: int, decodes: int) -> tuple[Int32, Int32]:
+    """(query_start, context) of a chunk at the end of so much context, and of sequences with as much."""
+    query_start = np.cumsum([0, *([tokens] if tokens else []), *[1] * decodes]).astype(np.int32)
+    return query_start, np.full(decodes + bool(tokens), context, np.int32)
+
+
+@pytest.mark.parametrize("head_dim", calls.HEAD_DIMS)
+@pytest.mark.parametrize("card", CARDS)
+def test_tiles_that_fit_into_one_wave_stay_one_wave(card: str, head_dim: int) -> None:
+    """Of decode, of a chunk and of both in one iteration; it ends no later than with whole tiles."""
+    made, seats = planner_of(card, 8, 4, head_dim)
+    tile = tokens_per_item(head_dim, 4)
+    most = Seats(seats.decode // 8, seats.prefill // 8)  # items
+    split = 0
+    for context in (700, 5000, 32_768, 131_072):
+        for tiles in {0, 1, 2, most.prefill // 2, most.prefill - 1, most.prefill}:
+            for decodes in {0, 1, 3, most.decode // 2, most.decode - 1, most.decode}:
+                plan = made.plan(*chunk_and_decodes(min(tiles * tile - tile // 2, context), context, decodes))
+                assert len(plan.decode) <= most.decode and len(plan.prefill) <= most.prefill
+                split += len(plan.rows) > 0
+    assert split or min(most) < 4
+
+
+def ends_after(work: Any, seats: int) -> int:
+    """Slabs until the last of the items is done, each begun, the longest first, where a seat is free."""
+    free = [0] * seats
+    for slabs in sorted(work.tolist(), reverse=True):
+        heapq.heapreplace(free, free[0] + slabs)
+    return max(free)
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("seed", range(8))
+def test_cutting_never_ends_later_and_not_after_twice_the_mean(card: str, seed: int) -> None:
+    """Sequences of any lengths, a long one beside short ones too. Seats count as those of one KV head."""
+    made, seats = planner_of(card, 8, 4, HEAD_DIM)
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        chunks, decodes = int(rng.integers(0, 4)), int(rng.integers(0, 2 * seats.decode // 8))
+        context = (50_000 ** rng.random(chunks + decodes)).astype(np.int32) + 1
+        lengths = np.minimum(context, np.where(np.arange(len(context)) < chunks, rng.integers(2, 900), 1))
+        query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        tiles = Planner(Seats(8, 8), 8, 4, HEAD_DIM).plan(query_start, context)  # one seat: nothing is cut
+        assert not len(tiles.rows)
+        plan = made.plan(query_start, context)
+        for items, whole, count, least in (
+            (plan.decode, tiles.decode, seats.decode // 8, DECODE_SPLIT_SLABS),
+            (plan.prefill, tiles.prefill, seats.prefill // 8, PREFILL_SPLIT_SLABS),
+        ):
+            cut, uncut = items[:, 3] - items[:, 2], whole[:, 3] - whole[:, 2]
+            assert cut.sum() == uncut.sum()
+            mean = -(-int(uncut.sum()) // count)
+            ends = ends_after(cut, count)
+            assert ends <= ends_after(uncut, count)
+            assert len(uncut) > count or ends <= 2 * max(least, mean + SPLIT_STEP)
+
+
+def test_a_wave_of_almost_equal_tiles_is_not_cut() -> None:
+    plan = Planner(Seats(58, 58), 8, 4, HEAD_DIM).plan(np.array([0, 200], np.int32), np.array([32_768], np.int32))
+    assert len(plan.prefill) == 7 and not len(plan.rows)
+
+
+def test_one_long_sequence_beside_short_ones_is_cut_beyond_a_wave() -> None:
+    """In one wave it would have the seats that are left: one, for 30 times the work of any other."""
+    context = np.full(48, 1000, np.int32)
+    context[5] = 30_000
+    plan = planner(132, 8, 4, HEAD_DIM).plan(np.arange(49, dtype=np.int32), context)
+    assert (np.diff(plan.decode[:, 2:4])[:, 0] * SLAB).max() < 2000

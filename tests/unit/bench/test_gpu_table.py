@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.gpu import table
+from bench.result import read
 from kernels.cuda import residency
 
 CASE = {"name": "norm 5, bfloat16", "right": True}
@@ -42,7 +43,30 @@ def test_kernel_that_no_card_timed_has_a_floor_from_its_bytes() -> None:
 
 
 def test_table_without_a_result_has_no_times() -> None:
-    assert {tuple(cells(name, None)[-4:-1]) for name in ("rms_norm", "add", "sample")} == {("", "", "")}
+    assert {tuple(cells(name, None)[-3:-1]) for name in ("rms_norm", "add", "sample")} == {("", "")}
+
+
+def test_every_kernel_has_a_shape_with_a_floor_and_waves() -> None:
+    for row in table.rows(read("gpu"), read("gpu-adapters")):
+        _, _, blocks, waves, _, _, shape, floor_us, *_ = (cell.strip() for cell in row.strip("| ").split("|"))
+        assert shape and float(floor_us.replace(",", "")) > 0, row
+        for held, wave in zip(blocks.split(", "), waves.split(", "), strict=True):
+            assert wave == "-" if held == "-" else float(wave) > 0, row
+
+
+def test_waves_are_blocks_of_the_launch_over_those_at_once() -> None:
+    # 4096 rows of 4096 numbers are 8192 blocks, of which 108 x 8 run at once on an A100.
+    assert cells("add", RESULT)[3].split(", ")[0] == "9.5"
+    # 64 sequences x 8 KV heads, whole, on 132 x 3; of one wave where few long ones are cut.
+    assert cells("attention_decode_d128", RESULT)[3].split(", ")[3] == "1.3"
+
+
+def test_floor_of_attention_is_its_bytes_or_its_products() -> None:
+    rated = {"parts": {"probes": {"peaks": {"copy_gb_s": 1000.0, "tflop_s": {"bfloat16": 100.0}}}}}
+    kv_bytes, q_bytes = 2 * 64 * 1024 * 8 * 64 * 2, 2 * 64 * 32 * 64 * 2
+    assert cells("attention_decode_d64", rated)[-3] == f"{(kv_bytes + q_bytes) / 1e6:,.1f}"
+    operations = 4 * (8192 * 8193 / 2) * 32 * 96
+    assert cells("attention_prefill_d96", rated)[-3] == f"{operations / 1e8:,.1f}"
 
 
 def test_part_comes_from_the_first_result_that_has_it() -> None:

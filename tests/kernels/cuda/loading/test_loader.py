@@ -214,6 +214,36 @@ def test_registers_that_spill_are_seen(empty: list[str], tmp_path: Path) -> None
     assert check.compare(table, table) == [f"spilling, sm_90: has {local} bytes in local memory, or spills them"]
 
 
+SASS = """
+	.section	.text.spilling,"ax",@progbits
+        .global         spilling
+.text.spilling:
+        /*0010*/                   LDC R1, c[0x0][0x28] ;
+        /*01c0*/                   STL.128 [R1+0x10], R12 ;
+        /*01d0*/              @!P0 LDL R4, [R1] ;
+        /*01e0*/                   LDSM.16.M88.4 R4, [R1] ;
+	.section	.text.fine,"ax",@progbits
+        /*0010*/                   STG.E [R2.64], R4 ;
+"""
+
+
+def test_accesses_to_local_memory_are_counted_in_sass() -> None:
+    assert cubin.local_accesses(SASS) == {"spilling": 2, "fine": 0}
+
+
+def test_local_memory_is_seen_in_the_cubin_itself(empty: list[str], tmp_path: Path) -> None:
+    if (tool := cubin.disassembler()) is None:
+        pytest.skip("nvdisasm is not installed")
+    source = tmp_path / "spilling.cu"
+    source.write_text(SPILLING)
+    assert cubin.local_accesses(cubin.sass_of(compiled(source, "sm_90").image, tool))["spilling"] > 0
+    assert any("loads and stores of local memory in its SASS" in line for line in check.measure([source])[1])
+
+
+def test_recorded_kernels_had_their_sass_read() -> None:
+    assert json.loads(check.RECORDED.read_text())["sass_read"], "record again where nvdisasm is installed"
+
+
 def test_what_is_worse_than_recorded_is_named() -> None:
     def table(**registers: int) -> check.Table:
         return {"sm_90": {name: {"registers": n, "shared_bytes": 0, "local_bytes": 0} for name, n in registers.items()}}
