@@ -442,6 +442,7 @@ BODIES = [
     Sent("/v1/score", {"text_1": "x", "text_2": "y"}),
     Sent("/", method="GET"),
     Sent("/v1/requests/x", method="PUT"),
+    Sent("/stats", headers={"Origin": "http://evil.example"}, ops=True, note="ops port, `Origin: http://evil.example`"),
     Sent("/stats", method="GET", headers={"Host": "evil.example"}, ops=True, note="ops port, `Host: evil.example`"),
 ]
 _ONCE = Sent("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers={"Idempotency-Key": "mine"})
