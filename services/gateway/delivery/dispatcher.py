@@ -1,10 +1,10 @@
 """Talk to Redis for all requests: one task writes and asks, one task reads tokens. No handler awaits Redis.
 
 A handler that is cancelled (its client left) leaves its work to the dispatcher, so no reply is read by the wrong
-request and no cancel is lost. The working task goes round: jobs in the order in which they were handed over, then the
-most urgent new requests of the backlog in one call, then records of silent requests in another, so that no kind waits
-for all of another. Commands about requests (cancel, stop) outlive a Redis that is away; questions and new requests fail
-at once with 503. A job that fails ends alone.
+request and no cancel is lost. The working task goes round: one job, in the order in which they were handed over, then
+the most urgent new requests of the backlog in one call, then records of silent requests in another, so that no kind
+waits for much of another. Commands about requests (cancel, stop) outlive a Redis that is away; questions and new
+requests fail at once with 503. A job that fails ends alone.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Retries:
 
 MOST_JOBS = 4096
 ROUND = 64
-"""Jobs, and records read, in one round of the working task."""
+"""Records read in one round of the working task."""
 SILENT_S = 5.0
 """A request unheard of for so long has its record read: its tokens may have left the stream unread. Then again when it
 was silent for twice as long, until SILENT_MOST_S: those that wait in a long queue are many."""
@@ -615,7 +615,7 @@ class Dispatcher:
             if not (self._jobs or self._backlog or self._unread):
                 self._more.clear()
                 await self._more.wait()
-            for _ in range(min(ROUND, len(self._jobs))):
+            if self._jobs:
                 await self._attempt(self._jobs.popleft())
             if self._backlog:
                 await self._attempt(self._enqueue_batch)

@@ -92,6 +92,33 @@ async def test_requests_that_wait_are_enqueued_by_one_call(
         one.close()
 
 
+async def test_new_request_waits_for_one_question_at_most(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    enqueue = gateway.dispatcher.scripts.enqueue
+
+    async def noted(keys: Any, arguments: Any) -> Any:
+        order.append("enqueue")
+        return await enqueue(keys, arguments)
+
+    async def question() -> None:
+        order.append("question")
+
+    monkeypatch.setattr(gateway.dispatcher.scripts, "enqueue", noted)
+    async with Held(gateway):
+        await turns(3)
+        held = Held(gateway)
+        asked = [asyncio.create_task(gateway.dispatcher.ask(question)) for _ in range(100)]
+        await turns(3)
+    async with held:
+        await turns(3)  # all that waits is known, and no request
+        begun = asyncio.create_task(begin(gateway, "urgent", "realtime"))
+        await turns(10)
+    (await begun).close()
+    await asyncio.gather(*asked)
+    assert order.index("enqueue") <= 1
+    assert order.count("question") == 100
+
+
 async def test_silent_request_in_the_backlog_is_not_taken_for_lost(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
