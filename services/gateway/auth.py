@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import RETRY, ApiError, shown, unavailable
 from services.gateway.published import Published
-from services.gateway.request import PRIORITY, TENANT
+from services.gateway.request import ARRIVAL, Arrival
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
 from shared.redis_client import WRONG_TYPE, connect
@@ -304,8 +304,7 @@ class RequireKey:
             return
         scope["state"]["caller"] = caller
         scope["state"]["tenant"] = caller.tenant
-        TENANT.set(caller.tenant)
-        PRIORITY.set(caller.priority(""))
+        ARRIVAL.set(Arrival.of({}, b"", caller, time.monotonic()))
         await self._app(scope, receive, send)
 
 

@@ -28,12 +28,11 @@ from pydantic import (
 from starlette.requests import ClientDisconnect, Request
 
 from protos import queue_pb2
-from services.gateway.admission import Arrival
 from services.gateway.auth import Caller
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
-from services.gateway.request import PRIORITY, GenerationSpec, Limits
+from services.gateway.request import ARRIVAL, Arrival, GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
 from shared.columns import pack, pack_float
@@ -548,7 +547,9 @@ def checked(value: dict[str, Any], kind: type[T]) -> T:
 
 async def read_body(request: Request, kind: type[T]) -> T:
     """Return the checked body of a request. Raise ApiError(400, 413, 415)."""
-    return parse_body(await _json_bytes(request), kind)
+    raw = await _json_bytes(request)
+    ARRIVAL.set(dataclasses.replace(ARRIVAL.get(), size_bytes=len(raw)))
+    return parse_body(raw, kind)
 
 
 async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], started: float) -> T:
@@ -571,7 +572,7 @@ async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], starte
 
 async def wait_for_turn(gateway: Gateway, name: Any, caller: Caller, arrival: Arrival) -> bool:
     """Return when a request may begin: whether it had to wait. name: of the model in its body. Raise ApiError(429)."""
-    PRIORITY.set(arrival.priority)
+    ARRIVAL.set(arrival)
     models = gateway.models
     known = models.open.get(name) or models.with_adapter(name) if isinstance(name, str) else None
     model = models.first if name is None else known

@@ -21,7 +21,9 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
 
-    @routes.post("/tokenize", responses={200: FOUND, **errors(403, 404, 415, 503)}, openapi_extra=body_of(TokenizeBody))
+    @routes.post(
+        "/tokenize", responses={200: FOUND, **errors(403, 404, 415, 429, 503)}, openapi_extra=body_of(TokenizeBody)
+    )
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt or of messages."""
         body = await read_body(request, TokenizeBody)
@@ -48,7 +50,7 @@ def router(gateway: Gateway) -> APIRouter:
         return json_response(answer)
 
     @routes.post(
-        "/detokenize", responses={200: FOUND, **errors(403, 404, 415, 503)}, openapi_extra=body_of(DetokenizeBody)
+        "/detokenize", responses={200: FOUND, **errors(403, 404, 415, 429, 503)}, openapi_extra=body_of(DetokenizeBody)
     )
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway import admission
+from services.gateway import admission, request
 from services.gateway.auth import Caller
 from services.gateway.delivery import dispatcher
 from services.gateway.delivery.stream import Generation
@@ -122,7 +122,7 @@ async def test_new_request_waits_for_one_question_at_most(gateway: Gateway, monk
 async def test_silent_request_in_the_backlog_is_not_taken_for_lost(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "BATCH_REQUESTS", 1)
+    monkeypatch.setattr(request, "BATCH_REQUESTS", 1)
     monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)
     async with Held(gateway):
         begun = [asyncio.create_task(begin(gateway, name)) for name in ("a", "b", "c")]
@@ -187,7 +187,7 @@ async def reasons(generation: Generation) -> list[str | None]:
 
 
 async def test_full_backlog_is_429_by_class_and_tenant(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "BACKLOG_REQUESTS", 10)
+    monkeypatch.setattr(request, "BACKLOG_REQUESTS", 10)
     async with Held(gateway):
         waiting = [asyncio.create_task(begin(gateway, str(n))) for n in range(8)]
         await turns(10)
@@ -204,7 +204,7 @@ async def test_full_backlog_is_429_by_class_and_tenant(gateway: Gateway, monkeyp
 async def test_request_past_its_deadline_or_without_its_client_leaves_the_backlog(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "BACKLOG_REQUESTS", 5)
+    monkeypatch.setattr(request, "BACKLOG_REQUESTS", 5)
     async with Held(gateway):
         late = [begin(gateway, f"late-{n}", deadline_ms=50) for n in range(4)]
         found = await asyncio.gather(*late, return_exceptions=True)
