@@ -131,6 +131,7 @@ def encoded_messages(
     if model.reasoning in SWITCHES and "enable_thinking" in variables:
         variables = {SWITCHES[model.reasoning]: variables["enable_thinking"], **variables}
     size = sum(len(message["content"]) + len(message.get("reasoning_content", "")) for message in plain)
+    size += sum(len(call.function.arguments) for message in messages for call in message.tool_calls or ())
     check_length(size // model.longest, limits, "messages")
     prompts = not continues and body.add_generation_prompt is not False
     return model.chat.encode(plain, prompts, tools, variables, continues)

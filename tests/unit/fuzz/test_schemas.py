@@ -141,3 +141,11 @@ def test_json_in_strings_has_the_width_of_a_body(model: ModelText, monkeypatch: 
     assert answer_to(model, in_strings(half, half)[-1]) == 400, "the calls of a request together"
     assert set(read) == {b'{"model"'}, "the bodies alone"
     assert answer_to(model, in_strings(half)[-1]) == 200
+
+
+def test_arguments_count_in_the_length_of_messages(model: ModelText, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation that cannot fit is refused before it is rendered."""
+    monkeypatch.setattr(model.chat, "encode", None)
+    monkeypatch.setattr(model, "longest", 1)
+    body = in_strings('{"a":[' + "1," * 2 * LIMITS.max_model_len + "1]}")[-1]
+    assert answer_to(model, body) == 400
