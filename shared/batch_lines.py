@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import orjson
+from shared.text import bounded_json
 
 Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 URLS: tuple[str, ...] = get_args(Url)
@@ -39,9 +39,10 @@ class Line:
 def parse_line(text: bytes, endpoint: str = "") -> Line:
     """Return the request of a line. endpoint: allowed beside those of URLS. Raise LineError."""
     try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise LineError("invalid_json_line", f"not JSON: {error}; write one JSON object per line") from None
+        value = bounded_json.parse(text, "the line")
+    except bounded_json.JsonError as error:
+        code = "invalid_json_line" if error.code == "invalid_json" else error.code
+        raise LineError(code, f"{error}; write one JSON object per line") from None
     if not isinstance(value, dict) or set(value) != FIELDS:
         fields = ", ".join(sorted(FIELDS))
         raise LineError("invalid_request", f"wrong fields; write an object of exactly {fields}")

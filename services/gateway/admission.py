@@ -14,14 +14,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from services.gateway.auth import Caller, Keyring
 from services.gateway.cluster import MEMORY_MOST, STALE_S, Cluster, Forecast, Snapshot
 from services.gateway.delivery.background import BackgroundTasks
-from services.gateway.delivery.dispatcher import Backlog, Dispatcher, Full, Waiting
+from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.stream import Generation, Position, RequestStream
 from services.gateway.errors import (
     RETRY,
@@ -34,7 +34,20 @@ from services.gateway.errors import (
     unavailable,
 )
 from services.gateway.metrics import Metrics
-from services.gateway.request import GenerationSpec
+from services.gateway.request import (
+    ARRIVAL,
+    BODY_BYTES_PER_TOKEN,
+    CLASS_SHARES,
+    PLACES_SHARE,
+    Arrival,
+    Full,
+    GenerationSpec,
+    Line,
+    TenantThreads,
+    Waiting,
+    backlog_full,
+    expired,
+)
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing
 from shared.dead_letters import integer
@@ -42,16 +55,12 @@ from shared.keys import CLASSES
 from shared.settings import GatewaySettings
 from shared.text.logprobs import prompt_record_bytes
 
-CLASS_SHARES = {"realtime": 1.0, "high": 0.95, "normal": 0.8, "low": 0.5}
-"""Share of ORCINUS_MAX_QUEUED_TOKENS and of ORCINUS_MAX_WAIT_S up to which a class is accepted."""
 REDIS_SHARE = 0.5
 """Share of Redis's maxmemory that requests may hold until they end, where ORCINUS_MAX_QUEUED_BYTES is 0. The rest below
 MEMORY_MOST is for tokens, records of ended requests and what the allocator adds.
 """
 CONNECTIONS_SHARE = 0.9
 """Share of ORCINUS_MAX_CONNECTIONS that requests may hold; the rest is for refusals and questions."""
-PLACES_SHARE = 0.1
-"""By how much requests that were told to come back may exceed the bounds of the queue."""
 PLACED = frozenset({"queue_full", "tenant_queue_full", "overloaded", "slo_unreachable", "deadline_unreachable"})
 """Refusals that name a place."""
 HORIZON_S = 60.0
@@ -82,18 +91,12 @@ TURNS = 4
 """Requests that begin in one round of the event loop. In the same round it accepts connections, reads heads and bodies
 and delivers tokens, so these wait for that many new requests, and not for a crowd of them.
 """
-TURN_REQUESTS = 256
-"""That wait for their turn in this process; of all classes together, as CLASS_SHARES of a backlog, and by PLACES_SHARE
-more with a place.
-"""
 AGAIN_S = 1.0
 """For so long at most, and not beyond its Retry-After, a refusal of the queue holds for more requests of its tenant and
 class: the forecasts behind it are as old.
 """
 MOST_AGAIN = 4096
 """Refusals that are kept; less than 1 KiB each."""
-BODY_BYTES_PER_TOKEN = 4
-"""About, of a prompt that is not yet read."""
 RECENT = 65_536
 UNSEEN_S = 0.5
 """Mean age of statistics when they are first seen: they are read once a second."""
@@ -233,21 +236,6 @@ class Bounds:
         always is.
         """
         return min(waiting, waiting + self.prompt_tokens - most)
-
-
-def backlog_full(priority: str, full: Full, awaited: str) -> ApiError:
-    """Return the 429 for a request of which as many wait as may. awaited: for what."""
-    code, where = ("tenant_queue_full", "this tenant in ") if full.of_tenant else ("queue_full", "")
-    text = (
-        f"queue full for {where}class {priority}: {full.held} of at most {full.most} {full.unit} are waiting for "
-        f"{awaited}; {RETRY}"
-    )
-    return ApiError(429, text, code=code, retry_after_s=full.wait_s)
-
-
-def expired(deadline_ms: int) -> ApiError:
-    text = f"deadline_ms: {deadline_ms} ms passed before the request was in the queue; {RETRY}"
-    return ApiError(429, text, param="deadline_ms", code="deadline_unreachable", retry_after_s=1)
 
 
 def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> ApiError | None:
@@ -419,69 +407,6 @@ class Places:
         self._due.pop(content, None)
 
 
-def content_of(tenant: str, body: bytes) -> int:
-    """Return by what a request that comes back is known."""
-    return hash((tenant, body))
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What is read of a request before it is checked: enough to order it and to refuse it. A field of the body that is
-    not valid counts as left out; its check follows.
-    """
-
-    tenant: str
-    has_others: bool  # as Caller
-    priority: str
-    content: int
-    size_bytes: int
-    started: float  # time.monotonic()
-    ttft_slo_ms: int = 0  # 0 means none, here and below
-    deadline_ms: int = 0
-    min_tokens: int = 0
-    background: bool = False
-    may_exist: bool = False  # an Idempotency-Key names it: it may be queued already, so no limit on its wait refuses it
-    is_echo: bool = False  # max_tokens is 0: perhaps nothing is generated
-
-    @classmethod
-    def of(cls, body: dict[str, Any], raw: bytes, caller: Caller, started: float, may_exist: bool = False) -> Arrival:
-        """Raise ApiError(403) for a class above the key's limit. raw: the bytes of the body."""
-
-        def number(name: str) -> int:
-            value = body.get(name)
-            return value if type(value) is int and value > 0 else 0
-
-        named = body.get("priority")
-        return cls(
-            caller.tenant,
-            caller.has_others,
-            caller.priority(named if isinstance(named, str) and named in CLASS_SHARES else ""),
-            content_of(caller.tenant, raw),
-            len(raw),
-            started,
-            number("ttft_slo_ms"),
-            number("deadline_ms"),
-            number("min_tokens"),
-            body.get("background") is True,
-            may_exist,
-            body.get("max_tokens") == 0,
-        )
-
-    @property
-    def sets_its_wait(self) -> bool:
-        """Whether the longest wait of its class is not for it, as in `overloaded`."""
-        return self.background or self.ttft_slo_ms > 0
-
-    @property
-    def least_tokens(self) -> int:
-        return max(1, self.min_tokens)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Return about how many the prompts have."""
-        return self.size_bytes // BODY_BYTES_PER_TOKEN + 1
-
-
 class Refusal(NamedTuple):
     """What is kept of a refusal. The error itself would keep its traceback, and so the request."""
 
@@ -536,12 +461,8 @@ class Turns:
     """
 
     def __init__(self, tenant_share: float, max_wait_s: float) -> None:
-        """tenant_share: of those that wait, for one tenant beside others. max_wait_s: of class `realtime`; CLASS_SHARES
-        of it for others; 0 means no limit.
-        """
-        self._tenant_share = tenant_share
-        self._max_wait_s = max_wait_s
-        self._waiting: Backlog[Waiting] = Backlog(TURN_REQUESTS, TURNS)
+        """tenant_share, max_wait_s: as of Line."""
+        self._waiting: Line[Waiting] = Line(Waiting, "their turn", TURNS, tenant_share, max_wait_s)
         self._begun = 0  # in this round
         self._is_counting = False
         self._round_at = 0.0
@@ -555,49 +476,16 @@ class Turns:
         """Whether a request that comes now has to wait."""
         return self._begun >= TURNS or bool(self._waiting)
 
-    async def wait(self, arrival: Arrival, has_place: bool = False) -> bool:
-        """Return when the request may begin: whether it had to wait. has_place: it was refused and told to come now.
-
-        Raise ApiError(429) where too many wait before it, or it has waited too long.
-        """
-        loop = asyncio.get_running_loop()
+    async def wait(self, arrival: Arrival) -> bool:
+        """Return when the request may begin: whether it had to wait. Raise ApiError(429), as `Line.wait`."""
         if not self._is_counting:
             self._is_counting = True
             self._round_at = time.monotonic()
-            loop.call_soon(self._next_round)
+            asyncio.get_running_loop().call_soon(self._next_round)
         if not self.are_taken:
             self._begun += 1
             return False
-        tenant_share = self._tenant_share if arrival.has_others else 1.0
-        share = CLASS_SHARES[arrival.priority] * (1 + PLACES_SHARE if has_place else 1)
-        if full := self._waiting.full(arrival.tenant, share, tenant_share, arrival.size_bytes):
-            raise backlog_full(arrival.priority, full, "their turn")
-        until, ends_at = math.inf, math.inf
-        longest_s = self._max_wait_s * CLASS_SHARES[arrival.priority]
-        if longest_s and not (has_place or arrival.may_exist or arrival.sets_its_wait):
-            until = time.monotonic() + longest_s
-        if arrival.deadline_ms and not arrival.may_exist:
-            ends_at = arrival.started + arrival.deadline_ms / 1000
-        one = Waiting(
-            tenant=arrival.tenant,
-            priority=CLASSES.index(arrival.priority),
-            size_bytes=arrival.size_bytes,
-            survives=False,
-            expires_at=math.inf,
-            answer=loop.create_future(),
-        )
-        self._waiting.put(one)
-        end = min(until, ends_at)
-        try:
-            async with asyncio.timeout(None if math.isinf(end) else end - time.monotonic()):
-                await one.answer
-        except TimeoutError:
-            if ends_at < until:
-                raise expired(arrival.deadline_ms) from None
-            text = f"overloaded: no turn within {longest_s:g} s, the limit of class {arrival.priority}; {RETRY}"
-            raise ApiError(429, text, code="overloaded", retry_after_s=longest_s) from None
-        finally:
-            self._waiting.drop(one)
+        await self._waiting.wait(arrival)
         return True
 
     def _next_round(self) -> None:
@@ -712,6 +600,7 @@ class Admission:
         self._recent = Recent()
         self._places = Places()
         self._refusals = Refusals()
+        model.threads = TenantThreads(settings.tenant_queue_share, settings.max_wait_s, self._placed_arrival)
         self.draining = False
         """Set once the process is to end: every request is refused."""
 
@@ -726,14 +615,14 @@ class Admission:
             if forecast is not None:
                 refuse_limits(forecast, arrival, now - arrival.started)
             with self._places.claim(arrival.content, now) as has_place:
+                arrival = replace(arrival, has_place=has_place)
+                ARRIVAL.set(arrival)
                 is_new = not (has_place or arrival.may_exist)
                 if is_new and turns.are_taken and (refusal := self._refusals.again(arrival, now)):
                     raise refusal
-                return await turns.wait(arrival, has_place)
+                return await turns.wait(arrival)
         except ApiError as error:
-            if arrival.may_exist:  # perhaps no new work: it comes again as soon as there is room
-                raise
-            raise self._placed(error, arrival.content, arrival) from None
+            raise self._placed_arrival(error, arrival) from None
 
     async def begin(
         self,
@@ -895,6 +784,13 @@ class Admission:
             place_s = self._places.promise(content, spec.priority, refusal.retry_after_s, work_s, time.monotonic())
             refusal.headers["Retry-After"] = str(place_s)
         return refusal
+
+    def _placed_arrival(self, refusal: ApiError, arrival: Arrival) -> ApiError:
+        """Return the refusal of a request that was not checked yet. One that may exist is perhaps no new work, and one
+        without content, as to tokenize a text, is none for the queue: they come again as soon as there is room.
+        """
+        is_new = arrival.content and not arrival.may_exist
+        return self._placed(refusal, arrival.content, arrival) if is_new else refusal
 
     def _wait_s(self, waiting_tokens: float) -> float:
         """Return the seconds until so many more tokens of the queue will have begun to run; 0 before any rate was

@@ -1,7 +1,8 @@
 """Build the public and the ops application over one Gateway: routes, what wraps them, and errors of no route.
 
 `PageHeaders` guards the ops port, which serves pages to browsers. Without a key a port listens on loopback only, and
-`HostNames` guards it: a request that comes by DNS rebinding has the attacker's host name in `Host` and is refused.
+`OwnOrigin` guards it: a request that comes by DNS rebinding has the attacker's host name in `Host`, one that a foreign
+page sends has that page's `Origin`, and both are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.anthropic import batches as message_batches
 from services.gateway.anthropic import messages
-from services.gateway.auth import OPEN_PATHS, HostNames, RequireKey
+from services.gateway.auth import OPEN_PATHS, OwnOrigin, RequireKey
 from services.gateway.dashboard import routes as dashboard
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
@@ -45,8 +46,8 @@ from shared.settings import is_loopback
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
-    hosts = _host_names(gateway, gateway.keyring.is_open)
-    app = _app(gateway, "Orcinus", needs_key=True, more=[hosts, Middleware(Pages, files=web.FILES)])
+    origins = _own_origin(gateway, gateway.keyring.is_open)
+    app = _app(gateway, "Orcinus", needs_key=True, more=[origins, Middleware(Pages, files=web.FILES)])
     for endpoint in (
         completions, chat, retrieval, responses, messages, message_batches, files, batches, tokenization, adapters,
         info,
@@ -72,17 +73,17 @@ def ops_app(gateway: Gateway) -> FastAPI:
     """Return the application that operators reach, on a separate port; beyond loopback it needs a key, too."""
     settings = gateway.settings
     open_here = is_loopback(settings.ops_host)
-    guards = [Middleware(PageHeaders), _host_names(gateway, lambda: open_here)]
+    guards = [Middleware(PageHeaders), _own_origin(gateway, lambda: open_here)]
     app = _app(gateway, "Orcinus ops", not open_here, guards)
     _include(app, info.ops_router(gateway, on_public_port=False))
     _include(app, dashboard.router(gateway, on_public_port=False))
     return app
 
 
-def _host_names(gateway: Gateway, is_open: Callable[[], bool]) -> Middleware:
+def _own_origin(gateway: Gateway, is_open: Callable[[], bool]) -> Middleware:
     """Return the guard of a port. is_open: whether it needs no key now."""
     names = [name.strip().lower() for name in gateway.settings.ops_names.split(",") if name.strip()]
-    return Middleware(HostNames, names=names, is_open=is_open)
+    return Middleware(OwnOrigin, names=names, is_open=is_open)
 
 
 def _include(app: FastAPI, router: APIRouter) -> None:

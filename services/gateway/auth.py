@@ -7,6 +7,7 @@ were: it accepts no new work in any case.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import logging
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -22,9 +24,9 @@ from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.errors import RETRY, ApiError, unavailable
+from services.gateway.errors import RETRY, ApiError, shown, unavailable
 from services.gateway.published import Published
-from services.gateway.request import PRIORITY, TENANT
+from services.gateway.request import ARRIVAL, Arrival
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
 from shared.redis_client import WRONG_TYPE, connect
@@ -302,42 +304,77 @@ class RequireKey:
             return
         scope["state"]["caller"] = caller
         scope["state"]["tenant"] = caller.tenant
-        TENANT.set(caller.tenant)
-        PRIORITY.set(caller.priority(""))
+        ARRIVAL.set(Arrival.of({}, b"", caller, time.monotonic()))
         await self._app(scope, receive, send)
 
 
-class HostNames:
-    """On a port that needs no key, answer 403 unless `Host` is an address, localhost or one of `names`.
+class OwnOrigin:
+    """On a port that needs no key, take from browsers only what pages of its own origin send.
 
-    A request without `Host`, as a health check over HTTP/1.0, comes from no browser.
+    Answer 403 unless `Host` is an address, localhost or one of `names`, and to a request that may change something from
+    a page of another origin, which a form or a body without a type needs no preflight for. A client without `Host`,
+    `Origin` and `Sec-Fetch-Site` is no browser. With a key the key says so: no browser adds it by itself.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str], is_open: Callable[[], bool]) -> None:
         self._app = app
-        self._names = frozenset({"localhost", *names})
+        self._names = frozenset(names)
         self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
-        if host is not None and self._is_open() and not self._allows(host):
-            text = "host not allowed without a key; use an IP address, localhost or a name in ORCINUS_OPS_NAMES"
-            await ApiError(403, text, code="host_not_allowed").send(send, scope["path"])
+        refusal = self._refusal(scope) if scope["type"] == "http" and self._is_open() else None
+        if refusal is not None:
+            await refusal.send(send, scope["path"])
             return
         await self._app(scope, receive, send)
 
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host")
+        if host is not None and not self._allows(host):
+            text = "host not allowed without a key; use an IP address, localhost or a name in ORCINUS_OPS_NAMES"
+            return ApiError(403, text, code="host_not_allowed")
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if scope["method"] not in SAFE_METHODS and self._is_foreign(host, origin, site):
+            text = (
+                f"origin not allowed without a key: {scope['method']} from a page of {shown(origin or site)}; send it "
+                "from a page of this address or no page, or put the host of that page in ORCINUS_OPS_NAMES"
+            )
+            return ApiError(403, text, code="origin_not_allowed")
+        return None
+
+    def _is_foreign(self, host: str | None, origin: str | None, site: str | None) -> bool:
+        """Return whether a page of another origin sends a request, as CrossOriginProtection of Go's net/http does."""
+        page = ""
+        if origin is not None:
+            with contextlib.suppress(ValueError):
+                page = urlsplit(origin.lower()).netloc
+            if _without_port(page) in self._names:
+                return False
+        if site is not None:
+            return site not in ("same-origin", "none")
+        return origin is not None and page != (host or "").lower()
+
     def _allows(self, host: str) -> bool:
-        name = host.lower()
-        if not name.endswith("]"):
-            head, colon, port = name.rpartition(":")
-            name = head if colon and port.isdecimal() else name
-        if name in self._names:
+        name = _without_port(host.lower())
+        if name == "localhost" or name in self._names:
             return True
         try:
             ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
         except ValueError:
             return False
         return True
+
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Those that change nothing (RFC 9110, section 9.2.1)."""
+
+
+def _without_port(host: str) -> str:
+    if host.endswith("]"):
+        return host
+    head, colon, port = host.rpartition(":")
+    return head if colon and port.isdecimal() else host
 
 
 def require_operator(request: HTTPConnection) -> None:

@@ -1,8 +1,9 @@
-"""Define one checked request, as all of the gateway reads it, its limits and its wire forms; the threads of its texts.
+"""Define one checked request, as all of the gateway reads it, its limits and its wire forms; how requests wait.
 
 `GenerationSpec` is the one definition of a request's fields. A field of a body that has the same name here is copied by
 openai/bodies.py; a field that `queue_pb2.Request` or `queue_pb2.Delivery` has under the same name is copied here. A new
-field of a request needs no code in between.
+field of a request needs no code in between. `Backlog` orders and bounds requests that wait, `Line` gives them
+deadlines, `TenantThreads` lets work on their texts wait so.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections import Counter, OrderedDict
@@ -18,13 +20,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import orjson
 from google.protobuf.message import Message
 
 from protos import queue_pb2
-from services.gateway.errors import other_version
+from services.gateway.errors import RETRY, ApiError, other_version
 from shared.columns import pack, unpack
 from shared.ids import BEGINNINGS
 from shared.keys import CLASSES
@@ -33,11 +35,23 @@ from shared.text.logprobs import prompt_record_bytes, record_bytes
 
 THREADS = min(32, (os.cpu_count() or 1) + 4)
 TENANT_THREADS = THREADS // 2
-
-TENANT: ContextVar[str] = ContextVar("tenant", default="")
-"""Of the request that the current task answers."""
-PRIORITY: ContextVar[str] = ContextVar("priority", default="normal")
-"""Its class, or that of its key where it names none."""
+BACKLOG_REQUESTS = 4096
+BACKLOG_BYTES = 64 << 20
+BATCH_REQUESTS = 64
+BATCH_BYTES = 1 << 20
+"""Of one call of enqueue.lua; a larger request goes alone."""
+RATE_SHARE = 0.2
+"""Weight of the last batch in the measured rate."""
+CLASS_SHARES = {"realtime": 1.0, "high": 0.95, "normal": 0.8, "low": 0.5}
+"""Share of ORCINUS_MAX_QUEUED_TOKENS and of ORCINUS_MAX_WAIT_S up to which a class is accepted."""
+PLACES_SHARE = 0.1
+"""By how much requests that were told to come back may exceed the bounds of the queue."""
+TURN_REQUESTS = 256
+"""That wait for their turn in this process; of all classes together, as CLASS_SHARES of a backlog, and by PLACES_SHARE
+more with a place.
+"""
+BODY_BYTES_PER_TOKEN = 4
+"""About, of a prompt that is not yet read."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -295,68 +309,354 @@ def _tools(stored: bytes) -> ToolUse | None:
     )
 
 
-Lane = dict[str, OrderedDict[asyncio.Future[Future[Any]], Callable[[], Any]]]
-"""Work of a class that waits for a thread, by tenant; the next tenant first."""
+class Owner(Protocol):
+    """The caller of a request, as auth.py has it."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def has_others(self) -> bool: ...
+
+    def priority(self, requested: str) -> str:
+        """Return the class of a request that names one, or none. Raise ApiError(403)."""
+        ...
+
+
+def content_of(tenant: str, body: bytes) -> int:
+    """Return by what a request that comes back is known."""
+    return hash((tenant, body))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is read of a request before it is checked: enough to order it and to refuse it. A field of the body that is
+    not valid counts as left out; its check follows.
+    """
+
+    tenant: str
+    has_others: bool  # there are keys of other tenants
+    priority: str
+    content: int  # 0 before the body is read
+    size_bytes: int
+    started: float  # time.monotonic()
+    ttft_slo_ms: int = 0  # 0 means none, here and below
+    deadline_ms: int = 0
+    min_tokens: int = 0
+    background: bool = False
+    may_exist: bool = False  # an Idempotency-Key names it: it may be queued already, so no limit on its wait refuses it
+    is_echo: bool = False  # max_tokens is 0: perhaps nothing is generated
+    has_place: bool = False  # it was refused and told to come now
+
+    @classmethod
+    def of(cls, body: dict[str, Any], raw: bytes, owner: Owner, started: float, may_exist: bool = False) -> Arrival:
+        """Raise ApiError(403) for a class above the key's limit. raw: the bytes of the body."""
+
+        def number(name: str) -> int:
+            value = body.get(name)
+            return value if type(value) is int and value > 0 else 0
+
+        named = body.get("priority")
+        return cls(
+            owner.tenant,
+            owner.has_others,
+            owner.priority(named if isinstance(named, str) and named in CLASS_SHARES else ""),
+            content_of(owner.tenant, raw) if raw else 0,
+            len(raw),
+            started,
+            number("ttft_slo_ms"),
+            number("deadline_ms"),
+            number("min_tokens"),
+            body.get("background") is True,
+            may_exist,
+            body.get("max_tokens") == 0,
+        )
+
+    @property
+    def sets_its_wait(self) -> bool:
+        """Whether the longest wait of its class is not for it, as in `overloaded`."""
+        return self.background or self.ttft_slo_ms > 0
+
+    @property
+    def least_tokens(self) -> int:
+        return max(1, self.min_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return about how many the prompts have."""
+        return self.size_bytes // BODY_BYTES_PER_TOKEN + 1
+
+
+def backlog_full(priority: str, full: Full, awaited: str) -> ApiError:
+    """Return the 429 for a request of which as many wait as may. awaited: for what."""
+    code, where = ("tenant_queue_full", "this tenant in ") if full.of_tenant else ("queue_full", "")
+    text = (
+        f"queue full for {where}class {priority}: {full.held} of at most {full.most} {full.unit} are waiting for "
+        f"{awaited}; {RETRY}"
+    )
+    return ApiError(429, text, code=code, retry_after_s=full.wait_s)
+
+
+def expired(deadline_ms: int) -> ApiError:
+    text = f"deadline_ms: {deadline_ms} ms passed before the request was in the queue; {RETRY}"
+    return ApiError(429, text, param="deadline_ms", code="deadline_unreachable", retry_after_s=1)
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One request that waits in a backlog."""
+
+    tenant: str
+    priority: int  # number of its class
+    size_bytes: int
+    survives: bool  # is taken also when its handler has gone
+    expires_at: float  # of time.monotonic(); math.inf means never
+    answer: asyncio.Future[Any]
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+class Full(NamedTuple):
+    """A bound of the backlog that is reached."""
+
+    of_tenant: bool
+    unit: str  # of `held` and `most`: requests or bytes
+    held: int
+    most: int
+    wait_s: float  # until there is room
+
+
+class Backlog(Generic[W]):
+    """Requests that wait, for enqueue.lua, their turn or a thread: by class, then in turn by tenant, without those that
+    came too late.
+
+    It is bounded as the queue in Redis is: a less urgent class, and a tenant beside others, leave room for the rest.
+    """
+
+    def __init__(self, requests: int = 0, a_call: int = 0) -> None:
+        """requests: that may wait; 0 uses BACKLOG_REQUESTS. a_call: that one `take` returns at most; 0 uses
+        BATCH_REQUESTS.
+        """
+        self._requests = requests
+        self._a_call = a_call
+        # By class, by tenant; the next tenant first.
+        self._lanes: list[dict[str, OrderedDict[W, None]]] = [{} for _ in CLASSES]
+        self._held: Counter[str] = Counter()  # by tenant
+        self._bytes = 0
+        self._bytes_of: Counter[str] = Counter()  # by tenant
+        self._request_s = 0.0
+
+    def __len__(self) -> int:
+        return self._held.total()
+
+    def most(self, share: float) -> int:
+        """Return how many requests may wait when one enters that may fill `share` of the backlog."""
+        return max(1, int(share * (self._requests or BACKLOG_REQUESTS)))
+
+    def full(self, tenant: str, share: float, tenant_share: float, size_bytes: int) -> Full | None:
+        """Return the bound that keeps a request out: of all requests `share` may wait, of its tenant's `tenant_share`
+        of that. Return None when there is room; alone a request always has.
+        """
+        for owner, held, held_bytes, part in (
+            ("", len(self), self._bytes, share),
+            (tenant, self._held[tenant], self._bytes_of[tenant], share * tenant_share),
+        ):
+            most, most_bytes = self.most(part), int(part * BACKLOG_BYTES)
+            tenants = len(self._held) if owner else 1
+            if held >= most:
+                return Full(bool(owner), "requests", held, most, self._wait_s(tenants * (held - most + 1)))
+            if held and (excess := held_bytes + size_bytes - most_bytes) > 0:
+                ahead = min(held, math.ceil(excess * held / held_bytes))
+                return Full(bool(owner), "bytes", held_bytes, most_bytes, self._wait_s(tenants * ahead))
+        return None
+
+    def put(self, entry: W) -> None:
+        self._lanes[entry.priority].setdefault(entry.tenant, OrderedDict())[entry] = None
+        self._held[entry.tenant] += 1
+        self._bytes += entry.size_bytes
+        self._bytes_of[entry.tenant] += entry.size_bytes
+
+    def take(self, now: float, may: Callable[[str], bool] = lambda tenant: True) -> tuple[list[W], list[W]]:
+        """Return the requests of the next call, and those with a deadline that has passed; forget both, and those with
+        a handler that has gone. may: whether one of a tenant may leave now.
+        """
+        batch: list[W] = []
+        late: list[W] = []
+        room = BATCH_BYTES
+        for lane in self._lanes:
+            while lane and len(batch) < (self._a_call or BATCH_REQUESTS):
+                tenant = next(filter(may, lane), None)
+                if tenant is None:
+                    break
+                entries = lane[tenant]
+                entry = next(iter(entries))
+                if batch and entry.size_bytes > room:
+                    return batch, late
+                self.drop(entry)
+                if entries:  # the tenant's turn comes again after the others'
+                    lane[tenant] = lane.pop(tenant)
+                if entry.answer.done() and not entry.survives:
+                    continue
+                if now >= entry.expires_at:
+                    late.append(entry)
+                    continue
+                batch.append(entry)
+                room -= entry.size_bytes
+        return batch, late
+
+    def drop(self, entry: W) -> None:
+        """Forget a request, wherever it waits; nothing where it does not wait any more."""
+        lane = self._lanes[entry.priority]
+        entries = lane.get(entry.tenant)
+        if entries is None or entry not in entries:
+            return
+        del entries[entry]
+        if not entries:
+            del lane[entry.tenant]
+        self._held[entry.tenant] -= 1
+        self._bytes_of[entry.tenant] -= entry.size_bytes
+        if not self._held[entry.tenant]:
+            del self._held[entry.tenant], self._bytes_of[entry.tenant]
+        self._bytes -= entry.size_bytes
+
+    def taken(self, requests: int, seconds: float) -> None:
+        """Note how long it took until so many requests had left."""
+        each_s = max(seconds, 1e-4) / requests
+        self._request_s += RATE_SHARE * (each_s - self._request_s) if self._request_s else each_s
+
+    def _wait_s(self, ahead: int) -> float:
+        """Return the seconds until this many requests have left, at the measured rate."""
+        return ahead * self._request_s or 1.0
+
+
+class Line(Backlog[W]):
+    """Requests that wait in this process for one thing, each until its deadline or the longest wait of its class."""
+
+    def __init__(self, kind: type[W], awaited: str, a_call: int, tenant_share: float, max_wait_s: float) -> None:
+        """awaited: for errors. tenant_share: of those that wait, for one tenant beside others. max_wait_s: of class
+        `realtime`; CLASS_SHARES of it for others; 0 means no limit.
+        """
+        super().__init__(TURN_REQUESTS, a_call)
+        self._kind = kind
+        self._awaited = awaited
+        self._tenant_share = tenant_share
+        self._max_wait_s = max_wait_s
+
+    async def wait(self, arrival: Arrival, **more: Any) -> Any:
+        """Return the answer that a request of `take` is given. more: further fields of its kind.
+
+        Raise ApiError(429) where too many wait before it, or it has waited too long.
+        """
+        tenant_share = self._tenant_share if arrival.has_others else 1.0
+        share = CLASS_SHARES[arrival.priority] * (1 + PLACES_SHARE if arrival.has_place else 1)
+        if full := self.full(arrival.tenant, share, tenant_share, arrival.size_bytes):
+            raise backlog_full(arrival.priority, full, self._awaited)
+        until, ends_at = math.inf, math.inf
+        longest_s = self._max_wait_s * CLASS_SHARES[arrival.priority]
+        if longest_s and not (arrival.has_place or arrival.may_exist or arrival.sets_its_wait):
+            until = time.monotonic() + longest_s
+        if arrival.deadline_ms and not arrival.may_exist:
+            ends_at = arrival.started + arrival.deadline_ms / 1000
+        one = self._kind(
+            tenant=arrival.tenant,
+            priority=CLASSES.index(arrival.priority),
+            size_bytes=arrival.size_bytes,
+            survives=False,
+            expires_at=math.inf,
+            answer=asyncio.get_running_loop().create_future(),
+            **more,
+        )
+        self.put(one)
+        end = min(until, ends_at)
+        try:
+            async with asyncio.timeout(None if math.isinf(end) else end - time.monotonic()):
+                return await one.answer
+        except TimeoutError:
+            if ends_at < until:
+                raise expired(arrival.deadline_ms) from None
+            limit = f"{longest_s:g} s, the limit of class {arrival.priority}"
+            text = f"overloaded: waited for {self._awaited} for {limit}; {RETRY}"
+            raise ApiError(429, text, code="overloaded", retry_after_s=longest_s) from None
+        finally:
+            self.drop(one)
+
+
+@dataclass(slots=True, eq=False)
+class Work(Waiting):
+    """Work on texts that waits for a thread."""
+
+    function: Callable[[], Any]
+
+
+_UNKNOWN = Arrival("", False, "normal", 0, 0, 0.0)
+ARRIVAL: ContextVar[Arrival] = ContextVar("arrival", default=_UNKNOWN)
+"""Of the request that the current task answers, as far as it was read. Set where a caller is known: by RequireKey, by
+the gRPC front, by lines of batches; and where a request waits for its turn.
+"""
 
 
 class TenantThreads:
     """The threads of one model that run long work on texts beside the event loop: half of them for a tenant.
 
     Encoding a conversation of 4 MB takes seconds. Where a tenant has all of its threads at work, more of its work
-    waits, and that of another tenant begins at once. Of what waits the better class begins first, tenants of a class in
-    turn. `TENANT` is set where a caller is known: by RequireKey, by the gRPC front, by lines of batches; `PRIORITY`
-    by RequireKey, and where a request waits for its turn.
+    waits, and that of another tenant begins at once. What waits has the order, the bounds and the deadlines of requests
+    that wait for their turn (`Line`), as ARRIVAL says.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        tenant_share: float = 1.0,
+        max_wait_s: float = 0.0,
+        placed: Callable[[ApiError, Arrival], ApiError] = lambda refusal, _: refusal,
+    ) -> None:
+        """tenant_share, max_wait_s: as of Line. placed: gives a refusal the time of a place."""
         self._pool = ThreadPoolExecutor(THREADS, "texts")
         self._running: dict[Future[Any], str] = {}  # its tenant
-        self._waiting: list[Lane] = [{} for _ in CLASSES]
+        self._line: Line[Work] = Line(Work, "a thread for their texts", 1, tenant_share, max_wait_s)
+        self._placed = placed
+        self._begun_at = 0.0  # the last work
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what a function that blocks returns. Work of a cancelled caller keeps its thread to its end."""
-        tenant, lane = TENANT.get(), self._waiting[CLASSES.index(PRIORITY.get())]
-        begun: asyncio.Future[Future[T]] = asyncio.get_running_loop().create_future()
-        lane.setdefault(tenant, OrderedDict())[begun] = partial(function, *args, **kwargs)
+        """Return what a function that blocks returns. Work of a cancelled caller keeps its thread to its end. Raise
+        ApiError(429) for work that waits too long, or behind too much.
+        """
+        arrival, work = ARRIVAL.get(), partial(function, *args, **kwargs)
         self._begin()
-        try:
-            work = await begun
-        except asyncio.CancelledError:
-            if waiting := lane.get(tenant):
-                waiting.pop(begun, None)
-                if not waiting:
-                    del lane[tenant]
-            raise
-        return await asyncio.wrap_future(work)
+        if self._has_thread(arrival.tenant):
+            begun = self._submit(arrival.tenant, work)
+        else:
+            try:
+                begun = await self._line.wait(arrival, function=work)
+            except ApiError as error:
+                raise self._placed(error, arrival) from None
+        return await asyncio.wrap_future(begun)
+
+    def _has_thread(self, tenant: str) -> bool:
+        running = Counter(self._running.values())
+        return len(self._running) < THREADS and running[tenant] < TENANT_THREADS
+
+    def _submit(self, tenant: str, function: Callable[[], T]) -> Future[T]:
+        """Begin work. Raise RuntimeError where no thread can be started."""
+        work = self._pool.submit(function)
+        self._running[work] = tenant
+        self._begun_at = time.monotonic()
+        work.add_done_callback(partial(self._ended, asyncio.get_running_loop()))
+        return work
 
     def _begin(self) -> None:
         """Give free threads to what waits."""
         self._running = {work: tenant for work, tenant in self._running.items() if not work.done()}
-        while len(self._running) < THREADS and (found := self._next()):
-            lane, tenant = found
-            waiting = lane.pop(tenant)
-            begun, function = waiting.popitem(last=False)
-            if waiting:  # its turn comes again after the others'
-                lane[tenant] = waiting
-            if begun.done():  # its caller was cancelled just now
-                continue
+        while self._line:
+            batch, _ = self._line.take(now := time.monotonic(), self._has_thread)
+            if not batch:
+                return
+            (one,) = batch
+            self._line.taken(1, now - self._begun_at)
             try:
-                work = self._pool.submit(function)
-            except RuntimeError as error:  # no thread can be started
-                begun.set_exception(error)
-                continue
-            self._running[work] = tenant
-            work.add_done_callback(partial(self._ended, begun.get_loop()))
-            begun.set_result(work)
-
-    def _next(self) -> tuple[Lane, str] | None:
-        """Return the best class that may begin, and its tenant with the next turn."""
-        running = Counter(self._running.values())
-        for lane in self._waiting:
-            for tenant in lane:
-                if running[tenant] < TENANT_THREADS:
-                    return lane, tenant
-        return None
+                one.answer.set_result(self._submit(one.tenant, one.function))
+            except RuntimeError as error:
+                one.answer.set_exception(error)
 
     def _ended(self, loop: asyncio.AbstractEventLoop, _work: Future[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and the process ends

@@ -68,7 +68,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post(
         "/v1/messages/count_tokens",
-        responses={200: _COUNTED, **errors(403, 404, 415, 503, model=MessagesErrorAnswer)},
+        responses={200: _COUNTED, **errors(403, 404, 415, 429, 503, model=MessagesErrorAnswer)},
         openapi_extra=body_of(CountBody),
     )
     async def count_tokens(request: Request) -> Response:

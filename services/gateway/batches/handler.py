@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from services.gateway.auth import Caller
 from services.gateway.errors import ApiError
-from services.gateway.request import TENANT
+from services.gateway.request import ARRIVAL, Arrival
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class Exchange:
 
     async def run(self, app: ASGIApp) -> None:
         """Send the request and read its answer. A cancellation leaves the request in the queue, under its name."""
-        TENANT.set(self.caller.tenant)
+        ARRIVAL.set(Arrival.of({}, b"", self.caller, time.monotonic()))
         self.state |= {"caller": self.caller, "tenant": self.caller.tenant}
         headers = [(b"content-type", b"application/json"), (b"idempotency-key", self.name.encode("ascii"))]
         scope: Scope = {

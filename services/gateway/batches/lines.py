@@ -70,10 +70,6 @@ class InputLines:
         if len(text) > most_bytes + 1:
             raise LineError("line_too_long", f"more than {most_bytes} bytes; send a shorter request")
         line = parse_line(text, endpoint)
-        try:  # lines are written anew when they are sent, and less deep than they can be read
-            orjson.dumps(line.body)
-        except TypeError:
-            raise LineError("invalid_value", "body is nested too deeply; send fewer than 250 levels", "body") from None
         if line.url != endpoint:
             problem = f"url is {line.url}, and the batch is for {endpoint}; make a batch for each endpoint"
             raise LineError("mismatched_url", problem, "url")

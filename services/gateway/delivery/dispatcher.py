@@ -1,10 +1,10 @@
 """Talk to Redis for all requests: one task writes and asks, one task reads tokens. No handler awaits Redis.
 
 A handler that is cancelled (its client left) leaves its work to the dispatcher, so no reply is read by the wrong
-request and no cancel is lost. The working task goes round: jobs in the order in which they were handed over, then the
-most urgent new requests of the backlog in one call, then records of silent requests in another, so that no kind waits
-for all of another. Commands about requests (cancel, stop) outlive a Redis that is away; questions and new requests fail
-at once with 503. A job that fails ends alone.
+request and no cancel is lost. The working task goes round: one job, in the order in which they were handed over, then
+the most urgent new requests of the backlog in one call, then records of silent requests in another, so that no kind
+waits for much of another. Commands about requests (cancel, stop) outlive a Redis that is away; questions and new
+requests fail at once with 503. A job that fails ends alone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -38,7 +38,7 @@ from services.gateway.errors import (
     unavailable,
 )
 from services.gateway.metrics import Metrics
-from services.gateway.request import GenerationSpec
+from services.gateway.request import Backlog, GenerationSpec, Waiting
 from shared.columns import unpack
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
@@ -123,7 +123,7 @@ class Retries:
 
 MOST_JOBS = 4096
 ROUND = 64
-"""Jobs, and records read, in one round of the working task."""
+"""Records read in one round of the working task."""
 SILENT_S = 5.0
 """A request unheard of for so long has its record read: its tokens may have left the stream unread. Then again when it
 was silent for twice as long, until SILENT_MOST_S: those that wait in a long queue are many."""
@@ -131,29 +131,10 @@ SILENT_MOST_S = 30.0
 READ_ENTRIES = 64
 DELIVER_S = 0.01
 """Time in which entries are delivered before the event loop does other work."""
-BACKLOG_REQUESTS = 4096
-BACKLOG_BYTES = 64 << 20
-BATCH_REQUESTS = 64
-BATCH_BYTES = 1 << 20
-"""Of one call of enqueue.lua; a larger request goes alone."""
-RATE_SHARE = 0.2
-"""Weight of the last batch in the measured rate."""
 FLUSH_S = 2.0
 """Time for the last commands at a clean stop."""
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """One request that waits in a backlog."""
-
-    tenant: str
-    priority: int  # number of its class
-    size_bytes: int
-    survives: bool  # is taken also when its handler has gone
-    expires_at: float  # of time.monotonic(); math.inf means never
-    answer: asyncio.Future[list[Any]]
 
 
 @dataclass(slots=True, eq=False)
@@ -168,119 +149,6 @@ class Entry(Waiting):
     def left_ms(self, now: float) -> int:
         """Return the milliseconds until the deadline, at least 1; 0 without a deadline."""
         return 0 if math.isinf(self.expires_at) else max(1, int(1000 * (self.expires_at - now)))
-
-
-W = TypeVar("W", bound=Waiting)
-
-
-class Full(NamedTuple):
-    """A bound of the backlog that is reached."""
-
-    of_tenant: bool
-    unit: str  # of `held` and `most`: requests or bytes
-    held: int
-    most: int
-    wait_s: float  # until there is room
-
-
-class Backlog(Generic[W]):
-    """Requests that wait, for enqueue.lua or for their turn: by class, then in turn by tenant, without those that came
-    too late.
-
-    It is bounded as the queue in Redis is: a less urgent class, and a tenant beside others, leave room for the rest.
-    """
-
-    def __init__(self, requests: int = 0, a_call: int = 0) -> None:
-        """requests: that may wait; 0 uses BACKLOG_REQUESTS. a_call: that one `take` returns at most; 0 uses
-        BATCH_REQUESTS.
-        """
-        self._requests = requests
-        self._a_call = a_call
-        # By class, by tenant; the next tenant first.
-        self._lanes: list[dict[str, OrderedDict[W, None]]] = [{} for _ in CLASSES]
-        self._held: Counter[str] = Counter()  # by tenant
-        self._bytes = 0
-        self._bytes_of: Counter[str] = Counter()  # by tenant
-        self._requests_s = 0.0
-
-    def __len__(self) -> int:
-        return self._held.total()
-
-    def most(self, share: float) -> int:
-        """Return how many requests may wait when one enters that may fill `share` of the backlog."""
-        return max(1, int(share * (self._requests or BACKLOG_REQUESTS)))
-
-    def full(self, tenant: str, share: float, tenant_share: float, size_bytes: int) -> Full | None:
-        """Return the bound that keeps a request out: of all requests `share` may wait, of its tenant's `tenant_share`
-        of that. Return None when there is room; alone a request always has.
-        """
-        for owner, held, held_bytes, part in (
-            ("", len(self), self._bytes, share),
-            (tenant, self._held[tenant], self._bytes_of[tenant], share * tenant_share),
-        ):
-            most, most_bytes = self.most(part), int(part * BACKLOG_BYTES)
-            tenants = len(self._held) if owner else 1
-            if held >= most:
-                return Full(bool(owner), "requests", held, most, self._wait_s(tenants * (held - most + 1)))
-            if held and (excess := held_bytes + size_bytes - most_bytes) > 0:
-                ahead = min(held, math.ceil(excess * held / held_bytes))
-                return Full(bool(owner), "bytes", held_bytes, most_bytes, self._wait_s(tenants * ahead))
-        return None
-
-    def put(self, entry: W) -> None:
-        self._lanes[entry.priority].setdefault(entry.tenant, OrderedDict())[entry] = None
-        self._held[entry.tenant] += 1
-        self._bytes += entry.size_bytes
-        self._bytes_of[entry.tenant] += entry.size_bytes
-
-    def take(self, now: float) -> tuple[list[W], list[W]]:
-        """Return the requests of the next call, and those with a deadline that has passed; forget both, and those with
-        a handler that has gone.
-        """
-        batch: list[W] = []
-        late: list[W] = []
-        room = BATCH_BYTES
-        for lane in self._lanes:
-            while lane and len(batch) < (self._a_call or BATCH_REQUESTS):
-                tenant, entries = next(iter(lane.items()))
-                entry = next(iter(entries))
-                if batch and entry.size_bytes > room:
-                    return batch, late
-                self.drop(entry)
-                if entries:  # the tenant's turn comes again after the others'
-                    lane[tenant] = lane.pop(tenant)
-                if entry.answer.done() and not entry.survives:
-                    continue
-                if now >= entry.expires_at:
-                    late.append(entry)
-                    continue
-                batch.append(entry)
-                room -= entry.size_bytes
-        return batch, late
-
-    def drop(self, entry: W) -> None:
-        """Forget a request, wherever it waits; nothing where it does not wait any more."""
-        lane = self._lanes[entry.priority]
-        entries = lane.get(entry.tenant)
-        if entries is None or entry not in entries:
-            return
-        del entries[entry]
-        if not entries:
-            del lane[entry.tenant]
-        self._held[entry.tenant] -= 1
-        self._bytes_of[entry.tenant] -= entry.size_bytes
-        if not self._held[entry.tenant]:
-            del self._held[entry.tenant], self._bytes_of[entry.tenant]
-        self._bytes -= entry.size_bytes
-
-    def taken(self, requests: int, seconds: float) -> None:
-        """Note how long Redis needed for a batch."""
-        rate = requests / max(seconds, 1e-4)
-        self._requests_s += RATE_SHARE * (rate - self._requests_s) if self._requests_s else rate
-
-    def _wait_s(self, ahead: int) -> float:
-        """Return the seconds until this many requests have left, at the measured rate."""
-        return ahead / self._requests_s if self._requests_s else 1.0
 
 
 class QueueBounds(Protocol):
@@ -502,7 +370,8 @@ class Dispatcher:
         left_s = None if math.isinf(entry.expires_at) else entry.expires_at - time.monotonic()
         try:
             async with asyncio.timeout(left_s):
-                return await entry.answer
+                answer: list[Any] = await entry.answer
+                return answer
         except asyncio.CancelledError:
             if not entry.survives:
                 self._backlog.drop(entry)
@@ -615,7 +484,7 @@ class Dispatcher:
             if not (self._jobs or self._backlog or self._unread):
                 self._more.clear()
                 await self._more.wait()
-            for _ in range(min(ROUND, len(self._jobs))):
+            if self._jobs:
                 await self._attempt(self._jobs.popleft())
             if self._backlog:
                 await self._attempt(self._enqueue_batch)

@@ -24,7 +24,6 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from protos import kserve_pb2 as kserve
-from services.gateway.admission import Arrival
 from services.gateway.auth import Caller
 from services.gateway.delivery.stream import Generation
 from services.gateway.errors import RETRY, ApiError, invalid, too_big
@@ -51,7 +50,7 @@ from services.gateway.openai.bodies import (
 )
 from services.gateway.openai.completions import completion_spec
 from services.gateway.openai.info import VERSION
-from services.gateway.request import TENANT
+from services.gateway.request import ARRIVAL, Arrival
 from shared.errors import ConfigurationError
 from shared.security.tls import check_pair
 from shared.tasks import end
@@ -293,7 +292,7 @@ class GrpcFront:
             text = f"too many calls of one tenant at a time (limit {TENANT_CALLS}); {RETRY}"
             raise ApiError(429, text, code="too_many_calls", retry_after_s=1)
         self._calls[tenant] += 1
-        TENANT.set(tenant)
+        ARRIVAL.set(Arrival.of({}, b"", call.caller, time.monotonic()))
         try:
             await serve(call, context)
         except DecodeError as error:

@@ -14,8 +14,6 @@ import re
 import time
 from typing import Annotated, Any, Literal, TypeVar
 
-import numpy as np
-import orjson
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -30,15 +28,15 @@ from pydantic import (
 from starlette.requests import ClientDisconnect, Request
 
 from protos import queue_pb2
-from services.gateway.admission import Arrival
 from services.gateway.auth import Caller
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
-from services.gateway.request import PRIORITY, GenerationSpec, Limits
+from services.gateway.request import ARRIVAL, Arrival, GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
 from shared.columns import pack, pack_float
+from shared.text import bounded_json
 from shared.text.logprobs import MOST as MOST_LOGPROBS
 from shared.text.logprobs import prompt_record_bytes, record_bytes
 
@@ -494,12 +492,6 @@ class ErrorAnswer(BaseModel):
     error: ErrorObject
 
 
-MAX_JSON_DEPTH = 32
-MAX_MEMBERS = 4096
-"""Of one object. A check may find a fault in every member, and each costs the event loop two microseconds."""
-MAX_CONTAINERS = 65_536
-"""Objects and lists of a body."""
-
 # Field -> the values that ask for nothing; any other value is refused until the feature is built.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -520,19 +512,10 @@ T = TypeVar("T", bound=BaseModel)
 
 def parse_json(body: bytes, place: str = "the body", param: str | None = None) -> Any:
     """Return the JSON value of a body, or of what is called `place`. Raise ApiError(400)."""
-    brackets = body.count(b"[") + body.count(b"{")
-    # Counted before they are made: the garbage collector goes through all of them again and again.
-    if brackets > MAX_CONTAINERS and (brackets := _brackets_outside_strings(body)) > MAX_CONTAINERS:
-        text = f"{place} may have {MAX_CONTAINERS} JSON objects and lists; got {brackets}: send less at once"
-        raise invalid(param, text, "json_too_wide")
     try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise invalid(param, f"{place} is not valid JSON in UTF-8: {error}", "invalid_json") from error
-    # Small bodies cannot be out of bounds, and are not looked through.
-    if brackets > MAX_JSON_DEPTH or body.count(b":") > MAX_MEMBERS:
-        _check_shape(value, place, param)
-    return value
+        return bounded_json.parse(body, place)
+    except bounded_json.JsonError as error:
+        raise invalid(param, str(error), error.code) from error
 
 
 def parse_body(body: bytes, kind: type[T]) -> T:
@@ -564,7 +547,9 @@ def checked(value: dict[str, Any], kind: type[T]) -> T:
 
 async def read_body(request: Request, kind: type[T]) -> T:
     """Return the checked body of a request. Raise ApiError(400, 413, 415)."""
-    return parse_body(await _json_bytes(request), kind)
+    raw = await _json_bytes(request)
+    ARRIVAL.set(dataclasses.replace(ARRIVAL.get(), size_bytes=len(raw)))
+    return parse_body(raw, kind)
 
 
 async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], started: float) -> T:
@@ -587,7 +572,7 @@ async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], starte
 
 async def wait_for_turn(gateway: Gateway, name: Any, caller: Caller, arrival: Arrival) -> bool:
     """Return when a request may begin: whether it had to wait. name: of the model in its body. Raise ApiError(429)."""
-    PRIORITY.set(arrival.priority)
+    ARRIVAL.set(arrival)
     models = gateway.models
     known = models.open.get(name) or models.with_adapter(name) if isinstance(name, str) else None
     model = models.first if name is None else known
@@ -629,33 +614,6 @@ def _refusal(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return invalid(place, f"you must provide the parameter {place}", "missing_required_parameter")
     return invalid(param, f"Invalid value for '{place}': {first['msg']}; got {shown(first['input'])}", "invalid_value")
-
-
-def _brackets_outside_strings(body: bytes) -> int:
-    """Return how many brackets open outside the strings of a JSON text; an expression takes ten times as long."""
-    plain = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    inside = np.add.accumulate(plain == ord('"'), dtype=np.uint8) & 1  # behind an odd number of quotes
-    return int(np.count_nonzero(((plain == ord("[")) | (plain == ord("{"))) > inside))
-
-
-def _check_shape(value: Any, place: str, param: str | None) -> None:
-    """Check depth and width of a JSON value, without recursion. Raise ApiError(400)."""
-    depth = 0
-    level = [value]
-    while level:
-        depth += 1
-        if depth > MAX_JSON_DEPTH:
-            raise invalid(param, f"{place} nests JSON deeper than {MAX_JSON_DEPTH} levels", "json_too_deep")
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                if len(item) > MAX_MEMBERS:
-                    text = f"a JSON object in {place} may have {MAX_MEMBERS} members; got {len(item)}"
-                    raise invalid(param, text, "json_too_wide")
-                below += [child for child in item.values() if isinstance(child, dict | list)]
-            elif isinstance(item, list):
-                below += [child for child in item if isinstance(child, dict | list)]
-        level = below
 
 
 MOST_RECORD_BYTES = 64 << 20

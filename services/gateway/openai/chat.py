@@ -22,6 +22,7 @@ from services.gateway.openai.bodies import (
     check_output,
     check_task,
     generation_spec,
+    parse_json,
     read_in_turn,
     room_after,
     served_model,
@@ -32,6 +33,7 @@ from services.gateway.request import CHANNELS, FRAMED, GenerationSpec, Limits
 from services.gateway.text.chat_template import RESERVED
 from services.gateway.text.reasoning import MARKERS, SWITCHES, state_behind, state_within
 from services.gateway.text.tokenizer import ModelText
+from shared.text import bounded_json
 from shared.text.tokenizer import TokenizerError
 
 
@@ -93,14 +95,20 @@ async def encode_chat(body: ChatBody, model: ModelText, limits: Limits) -> tuple
     """Return the prompt of a chat and the effect of its tools, None where no field binds the output. Raise ApiError."""
     if model.is_encoder:  # a model without a template gets a message of its own
         check_task(model, "chat")
+    # Beside the event loop however short it is: another process renders it.
+    return await model.threads.run(_encoded, body, model, limits)
+
+
+def _encoded(body: ChatBody, model: ModelText, limits: Limits) -> tuple[list[int], ToolPlan | None]:
+    """Return as `encode_chat`; blocks."""
     if body.model_fields_set.isdisjoint(OUTPUT_FIELDS):
-        return await encode_messages(body, body.messages, model, limits), None
+        return encoded_messages(body, body.messages, model, limits), None
     tools = plan_tools(body, model)
     is_bound = binds_output(body, tools)
-    return await encode_messages(body, body.messages, model, limits, tools.shown, is_bound), tools
+    return encoded_messages(body, body.messages, model, limits, tools.shown, is_bound), tools
 
 
-async def encode_messages(
+def encoded_messages(
     body: TemplateBody,
     messages: Sequence[ChatMessage],
     model: ModelText,
@@ -108,8 +116,8 @@ async def encode_messages(
     tools: Sequence[dict[str, Any]] = (),
     is_bound: bool = False,
 ) -> list[int]:
-    """Return token ids of a conversation. body: what else the template reads. tools: those that the template is to
-    show. is_bound: a grammar leaves no room for thinking. Raise ApiError(400).
+    """Return token ids of a conversation; blocks. body: what else the template reads. tools: those that the template is
+    to show. is_bound: a grammar leaves no room for thinking. Raise ApiError(400).
     """
     plain = plain_messages(messages)
     continues = bool(body.continue_final_message)
@@ -123,10 +131,10 @@ async def encode_messages(
     if model.reasoning in SWITCHES and "enable_thinking" in variables:
         variables = {SWITCHES[model.reasoning]: variables["enable_thinking"], **variables}
     size = sum(len(message["content"]) + len(message.get("reasoning_content", "")) for message in plain)
+    size += sum(len(call.function.arguments) for message in messages for call in message.tool_calls or ())
     check_length(size // model.longest, limits, "messages")
     prompts = not continues and body.add_generation_prompt is not False
-    # Beside the event loop however short it is: another process renders it.
-    return await model.threads.run(model.chat.encode, plain, prompts, tools, variables, continues)
+    return model.chat.encode(plain, prompts, tools, variables, continues)
 
 
 MAX_VARIABLE_BYTES = 16 * 1024
@@ -179,6 +187,12 @@ def without_billing(system: str) -> str:
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages in the form of chat templates. Raise ApiError(400)."""
+    arguments = [call.function.arguments for message in messages for call in message.tool_calls or ()]
+    if len(arguments) > 1:  # their bound is that of one body
+        try:
+            bounded_json.check_width("".join(arguments).encode(), "arguments of tool_calls, all together,")
+        except bounded_json.JsonError as error:
+            raise invalid("messages", str(error), error.code) from error
     plain = [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
     if plain and plain[0]["role"] == "system":
         plain[0]["content"] = without_billing(plain[0]["content"])
@@ -221,18 +235,11 @@ def _plain(name: str, message: ChatMessage) -> dict[str, Any]:
 
 def _called(name: str, function: Any) -> dict[str, Any]:
     """Return a call with its arguments as an object, for chat templates."""
-    try:
-        arguments = orjson.loads(function.arguments or "{}")
-    except orjson.JSONDecodeError as error:
-        raise _bad_arguments(name, function.arguments) from error
-    if not isinstance(arguments, dict):
-        raise _bad_arguments(name, function.arguments)
-    return {"name": function.name, "arguments": arguments}
-
-
-def _bad_arguments(name: str, got: str) -> ApiError:
     field = f"{name}.function.arguments"
-    return invalid(field, f"{field} must be the text of a JSON object; got {shown(got)}")
+    arguments = parse_json((function.arguments or "{}").encode(), field, field)
+    if not isinstance(arguments, dict):
+        raise invalid(field, f"{field} must be the text of a JSON object; got {shown(function.arguments)}")
+    return {"name": function.name, "arguments": arguments}
 
 
 def _missing(field: str) -> ApiError:

@@ -25,7 +25,7 @@ from services.gateway.openai.bodies import (
     ToolChoice,
 )
 from services.gateway.request import CHANNELS, FRAMED, GenerationSpec, ToolUse
-from services.gateway.text.grammar import GrammarCheck, choice_grammar, json_grammar, lark_text
+from services.gateway.text.grammar import choice_grammar, json_grammar, lark_text
 from services.gateway.text.reasoning import budget_grammar, channel_budget_grammar
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import calls_grammar, has_texts, marks_of, texts_of
@@ -157,7 +157,7 @@ async def output_grammar(body: GenerationBody, model: ModelText, tools: ToolPlan
     """Return the field that binds the output, and its grammar, compiled once; empty where nothing binds it. Raise
     ApiError.
     """
-    field, grammar = await body_grammar(body, model.grammars, tenant)
+    field, grammar = await body_grammar(body, model, tenant)
     if grammar and tools.use is not None:
         raise invalid("tools", "tools cannot be combined with structured output; send tool_choice none")
     if tools.grammar:
@@ -194,20 +194,25 @@ def _control_id(opening: str, model: ModelText) -> int | None:
     return found if found in model.text.special else None
 
 
-async def body_grammar(body: StructuredBody, check: GrammarCheck, tenant: str) -> tuple[str, str]:
+async def body_grammar(body: StructuredBody, model: ModelText, tenant: str) -> tuple[str, str]:
     """Return the field that binds the output of a request, and its grammar; empty without one. Raise ApiError."""
-    grammars = dict(_field_grammars(body))
-    if not grammars:
+    if body.model_fields_set.isdisjoint(StructuredBody.model_fields):
+        return "", ""
+    if not (grammars := await model.threads.run(_field_grammars, body)):
         return "", ""
     if len(grammars) > 1:
         raise invalid(list(grammars)[1], f"only one of {', '.join(grammars)} can be given")
     ((field, grammar),) = grammars.items()
-    await check.check(field, grammar, tenant)
+    await model.grammars.check(field, grammar, tenant)
     return field, grammar
 
 
-def _field_grammars(body: StructuredBody) -> Iterable[tuple[str, str]]:
-    """Return the field and grammar of each field that binds the output."""
+def _field_grammars(body: StructuredBody) -> dict[str, str]:
+    """Return the grammar of each field that binds the output; blocks. Raise ApiError."""
+    return dict(_fields_with_grammar(body))
+
+
+def _fields_with_grammar(body: StructuredBody) -> Iterable[tuple[str, str]]:
     if body.response_format is not None and body.response_format.type != "text":
         yield "response_format", _response_format(body.response_format)
     if body.guided_json is not None:

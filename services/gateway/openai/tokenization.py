@@ -12,7 +12,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
 from services.gateway.openai.answers import json_response
 from services.gateway.openai.bodies import DetokenizeBody, TemplateBody, TokenizeBody, read_body, served_model
-from services.gateway.openai.chat import encode_messages
+from services.gateway.openai.chat import encoded_messages
 from services.gateway.openai.completions import THREAD_TOKENS, decode, encode_text
 from services.gateway.openai.document import FOUND, body_of, errors
 
@@ -21,7 +21,9 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
 
-    @routes.post("/tokenize", responses={200: FOUND, **errors(403, 404, 415, 503)}, openapi_extra=body_of(TokenizeBody))
+    @routes.post(
+        "/tokenize", responses={200: FOUND, **errors(403, 404, 415, 429, 503)}, openapi_extra=body_of(TokenizeBody)
+    )
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt or of messages."""
         body = await read_body(request, TokenizeBody)
@@ -34,7 +36,7 @@ def router(gateway: Gateway) -> APIRouter:
                 raise invalid(
                     "add_special_tokens", "add_special_tokens is for prompt only; a chat template adds its own"
                 )
-            tokens = await encode_messages(body, body.messages, model.text, limits)
+            tokens = await model.text.threads.run(encoded_messages, body, body.messages, model.text, limits)
         else:
             for name in TemplateBody.model_fields:
                 if getattr(body, name) is not None:
@@ -48,7 +50,7 @@ def router(gateway: Gateway) -> APIRouter:
         return json_response(answer)
 
     @routes.post(
-        "/detokenize", responses={200: FOUND, **errors(403, 404, 415, 503)}, openapi_extra=body_of(DetokenizeBody)
+        "/detokenize", responses={200: FOUND, **errors(403, 404, 415, 429, 503)}, openapi_extra=body_of(DetokenizeBody)
     )
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""

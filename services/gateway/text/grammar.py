@@ -24,8 +24,9 @@ from llguidance import LLMatcher
 
 from services.gateway.errors import ApiError, invalid, shown, unavailable
 from shared.errors import OrcinusError
+from shared.text import bounded_json
 from shared.text.grammar_process import GrammarProcess
-from shared.text.grammars import MOST_GRAMMAR_BYTES, GrammarEndedError, GrammarError, NoGrammarsError
+from shared.text.grammars import MOST_GRAMMAR_BYTES, TOO_LONG, GrammarEndedError, GrammarError, NoGrammarsError
 
 log = logging.getLogger("orcinus.grammars")
 
@@ -60,6 +61,8 @@ class GrammarCheck:
         of the tenant's wait.
         """
         try:
+            if len(grammar) > MOST_GRAMMAR_BYTES:  # before it is encoded, and hashed
+                raise GrammarError(TOO_LONG)
             if (error := await self._verdict(grammar, tenant)) is not None:
                 raise error.with_traceback(None)
         except ApiError:
@@ -141,9 +144,9 @@ def json_grammar(field: str, schema: Any, lenient: bool = False) -> str:
     """Return the grammar of a JSON schema. lenient: ignore keywords that cannot be kept. Raise ApiError."""
     if isinstance(schema, str):
         try:
-            schema = orjson.loads(schema)
-        except orjson.JSONDecodeError as error:
-            raise invalid(field, f"{field} is not valid JSON: {error}; got {shown(schema)}") from error
+            schema = bounded_json.parse(schema.encode(), field)
+        except bounded_json.JsonError as error:
+            raise invalid(field, f"{error}; got {shown(schema)}", error.code) from error
     if not isinstance(schema, dict):
         raise invalid(field, f"{field} must be a JSON schema, an object; got {shown(schema)}")
     if len(orjson.dumps(schema)) > MOST_GRAMMAR_BYTES - 1024:

@@ -25,7 +25,8 @@ KEY = "sk-of-the-settings"
 def gateway(
     tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
 ) -> Iterator[GatewayProcess]:
-    with running_gateway(tmp_path_factory.mktemp("gateway"), model, redis_server) as running:
+    folder = tmp_path_factory.mktemp("gateway")
+    with running_gateway(folder, model, redis_server, ops_names="console.example") as running:
         yield running
 
 
@@ -54,6 +55,60 @@ def test_page_file_needs_no_key_and_admits_nothing_foreign(
             assert bool(answer.content) == (method == "GET")
             assert PAGE_HEADERS.items() <= dict(answer.headers).items()
             assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+UPLOAD = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+SENT = [
+    ("POST", "/v1/files", FORM, UPLOAD),
+    ("POST", "/v1/batches/batch_1/cancel", {}, b""),
+    ("POST", "/v1/messages/batches/batch_1/cancel", {}, b""),
+    ("DELETE", "/v1/files/file_1", {}, b""),
+    ("POST", "/v1/completions", {"Content-Type": "application/json"}, b"{}"),
+]
+"""What a page may send to any server without asking it before, and two that it may not."""
+
+
+def refused(server: GatewayProcess, ops: bool = False, **browser: str) -> set[bool]:
+    """Return whether requests with these headers of a browser are refused for their origin."""
+    headers = {name.replace("_", "-"): value for name, value in browser.items()}
+    url, found = server.ops_url if ops else server.url, set()
+    for method, path, more, body in SENT:
+        answer = httpx.request(method, url + path, headers={**headers, **more}, content=body, timeout=60)
+        assert 400 <= answer.status_code < 500, (method, path, answer.text)
+        found.add(answer.status_code == 403 and "origin not allowed" in answer.text)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("browser", "is_refused"),
+    [
+        ({}, False),
+        ({"Origin": "{own}"}, False),
+        ({"Origin": "{own}", "Sec_Fetch_Site": "same-origin"}, False),
+        ({"Sec_Fetch_Site": "none"}, False),
+        ({"Origin": "http://console.example:81", "Sec_Fetch_Site": "cross-site"}, False),
+        ({"Origin": "https://evil.example"}, True),
+        ({"Origin": "https://evil.example", "Sec_Fetch_Site": "cross-site"}, True),
+        ({"Origin": "http://127.0.0.1:1", "Sec_Fetch_Site": "same-site"}, True),
+        ({"Origin": "http://localhost:1"}, True),
+        ({"Origin": "http://console.example.evil.example"}, True),
+        ({"Origin": "null"}, True),
+        ({"Origin": "http://[::1"}, True),
+        ({"Sec_Fetch_Site": "cross-site"}, True),
+    ],
+    ids=str,
+)
+def test_page_of_another_origin_changes_nothing_without_a_key(
+    gateway: GatewayProcess, guarded: GatewayProcess, browser: dict[str, str], is_refused: bool
+) -> None:
+    sent = {name: value.format(own=gateway.url) for name, value in browser.items()}
+    assert refused(gateway, **sent) == {is_refused}
+    own = {name: value.format(own=gateway.ops_url) for name, value in browser.items()}
+    assert refused(gateway, ops=True, **own) == {is_refused}
+    assert refused(guarded, **sent) == {False}, "it has no key"
+    read = httpx.get(gateway.url + "/v1/models", headers={k.replace("_", "-"): v for k, v in sent.items()}, timeout=60)
+    assert read.status_code == 200
 
 
 def test_policy_of_the_pages_admits_files_of_this_server_only() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from services.gateway.auth import Caller
 from services.gateway.batches.handler import Exchange
-from services.gateway.request import TENANT
+from services.gateway.request import ARRIVAL
 from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, OTHER
 from tests.integration.gateway.conftest import asgi, in_process
@@ -32,7 +32,7 @@ async def test_work_counts_for_the_tenant_of_its_key(
         run = threads.run
 
         async def noted(function: Callable[..., Any], *args: Any) -> Any:
-            seen.append(TENANT.get())
+            seen.append(ARRIVAL.get().tenant)
             return await run(function, *args)
 
         monkeypatch.setattr(threads, "run", noted)

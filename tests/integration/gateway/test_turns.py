@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -12,14 +14,14 @@ import orjson
 import pytest
 from starlette.types import Message
 
-from services.gateway import admission
-from services.gateway.admission import TURNS, Arrival, Turns
+from services.gateway import admission, request
+from services.gateway.admission import TURNS, Turns
 from services.gateway.app import public_app
-from services.gateway.auth import Caller
+from services.gateway.auth import ANONYMOUS, Caller
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.openai import completions
-from services.gateway.request import THREADS
+from services.gateway.request import THREADS, Arrival
 from tests.integration.gateway.conftest import asgi
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
@@ -95,6 +97,58 @@ async def test_realtime_chat_is_encoded_before_a_crowd_of_low(
     assert len(encoded) == len(tasks)
 
 
+@contextlib.asynccontextmanager
+async def crowded_threads(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Let as much work wait for threads as class normal may."""
+    monkeypatch.setattr(request, "TENANT_THREADS", 1)
+    go, begun = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go.wait(300)
+
+    async def hold() -> None:
+        request.ARRIVAL.set(Arrival(ANONYMOUS, False, "normal", 0, 0, 0.0))
+        await gateway.first.text.threads.run(work)
+
+    most = int(request.CLASS_SHARES["normal"] * request.TURN_REQUESTS)
+    held = [asyncio.create_task(hold()) for _ in range(1 + most)]
+    await wait_until(begun.is_set)
+    try:
+        yield
+    finally:
+        go.set()
+        await asyncio.gather(*held)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize"],
+)
+async def test_chat_behind_a_crowd_of_chats_is_429(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    ScriptedScheduler(redis_server.client, local_gateway.settings.keys).stats(prefill_tok_s=1, queued_tokens_normal=1)
+    await wait_until(lambda: local_gateway.cluster.snapshot is not None and local_gateway.cluster.snapshot.drain_tok_s)
+    waits = []
+    async with crowded_threads(local_gateway, monkeypatch), asgi(local_gateway) as client, asyncio.timeout(60):
+        for words in ("x", "y", "z"):
+            message = {"role": "user", "content": words}
+            body: dict[str, Any] = {"model": local_gateway.first.name, "messages": [message]}
+            if path.startswith("/v1/responses"):
+                body["input"] = body.pop("messages")
+            elif "token" not in path:
+                body["max_tokens"] = 1
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 429, answer.text
+            assert "are waiting for a thread for their texts" in answer.json()["error"]["message"]
+            waits.append(int(answer.headers["retry-after"]))
+    if "token" in path:  # no work for the queue
+        assert waits == [1, 1, 1]
+    else:
+        assert waits == sorted(set(waits)), "each has its place behind the last"
+
+
 async def fill(gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let as many tokens wait as class low may have, at a rate that has room for a request at once."""
     redis_server.client.hset(gateway.settings.keys.queue, "tokens", 1_000_000)
@@ -133,7 +187,7 @@ async def test_requests_that_wait_for_their_turn_are_active(local_gateway: Gatew
 
 
 async def test_crowd_is_429_with_the_time_of_a_place(local_gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "TURN_REQUESTS", 8)
+    monkeypatch.setattr(request, "TURN_REQUESTS", 8)
     local_gateway.turns = Turns(0.5, 60.0)
     low = [body(local_gateway, "low", seed=number) for number in range(30)]
     *answers, urgent = await sent(local_gateway, *low, body(local_gateway, "realtime"))
@@ -150,7 +204,7 @@ async def test_named_request_in_a_crowd_may_come_again_as_soon_as_there_is_room(
     """It may be queued already, so its work has no place behind that of others."""
     ScriptedScheduler(redis_server.client, local_gateway.settings.keys).stats(prefill_tok_s=1, queued_tokens_normal=1)
     await wait_until(lambda: local_gateway.cluster.snapshot is not None and local_gateway.cluster.snapshot.drain_tok_s)
-    monkeypatch.setattr(admission, "TURN_REQUESTS", 8)
+    monkeypatch.setattr(request, "TURN_REQUESTS", 8)
     turns, found = Turns(0.5, 60.0), local_gateway.first.admission
     filling = [asyncio.create_task(turns.wait(Arrival.of({}, b"%d" % at, Caller("t"), 0.0))) for at in range(TURNS + 6)]
     await asyncio.sleep(0)

@@ -233,6 +233,20 @@ CHAT_FIELDS = [
     _with_messages({"role": "user", "content": "x"}, {"role": "tool", "content": "4"}),
     _with_messages(_calling(arguments="[1]")),
     _with_messages(_calling(arguments="{")),
+    Sent(
+        "/v1/chat/completions",
+        {
+            "messages": [_calling(arguments='{"a":' * 600 + "1" + "}" * 600)],
+        },
+        note="`arguments` of a call with 600 levels",
+    ),
+    Sent(
+        "/v1/chat/completions",
+        {
+            "messages": [_calling(arguments='{"a":[' + "[]," * 65_535 + "[]]}")],
+        },
+        note="`arguments` of a call with 65,536 empty lists",
+    ),
     _with_messages({"role": "user", "content": [{"type": "text"}]}),
     _with_messages({"role": "assistant", "content": "x", "function_call": {"name": "f"}}),
 ]
@@ -262,6 +276,9 @@ BOUND_OUTPUT = [
     completions(response_format="json"),
     completions(guided_json="{"),
     completions(guided_json=3),
+    Sent(
+        "/v1/completions", {"prompt": "x", "guided_json": "[" * 260 + "]" * 260}, note="`guided_json` with 260 levels"
+    ),
     completions(guided_regex=""),
     completions(guided_regex="a" * 16385),
     completions(guided_regex="(?=a)b"),
@@ -425,6 +442,7 @@ BODIES = [
     Sent("/v1/score", {"text_1": "x", "text_2": "y"}),
     Sent("/", method="GET"),
     Sent("/v1/requests/x", method="PUT"),
+    Sent("/stats", headers={"Origin": "http://evil.example"}, ops=True, note="ops port, `Origin: http://evil.example`"),
     Sent("/stats", method="GET", headers={"Host": "evil.example"}, ops=True, note="ops port, `Host: evil.example`"),
 ]
 _ONCE = Sent("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers={"Idempotency-Key": "mine"})

@@ -24,9 +24,7 @@ from services.gateway.anthropic.bodies import chat_body as messages_chat
 from services.gateway.delivery.stream import Position
 from services.gateway.errors import ApiError
 from services.gateway.kserve.tensors import body_of, check_outputs, fields_of, read_request
-from services.gateway.openai import bodies
 from services.gateway.openai.bodies import (
-    MAX_JSON_DEPTH,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -38,6 +36,8 @@ from services.gateway.openai.responses import ResponsesBody, chat_body
 from services.gateway.request import ToolUse
 from services.gateway.text.reasoning import ChannelReader
 from services.gateway.text.tools.formats import BLOCKS, OPENINGS
+from shared.text import bounded_json
+from shared.text.bounded_json import MAX_DEPTH
 from shared.text.grammars import GrammarError, Grammars
 from tests.support.checkpoints.tokenizers import byte_level, write_model
 from tests.support.generations import read_calls, rows
@@ -81,7 +81,7 @@ def brackets(document: bytes) -> int:
 @settings(max_examples=60)
 def test_json_is_read_as_by_the_standard_library(document: bytes, most: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(bodies, "MAX_CONTAINERS", most)
+        patched.setattr(bounded_json, "MAX_CONTAINERS", most)
         try:
             value = parse_json(document)
         except ApiError as error:
@@ -94,16 +94,16 @@ def test_json_is_read_as_by_the_standard_library(document: bytes, most: int) -> 
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.sampled_from([("[", "]"), ('{"a":', "}")]))
-@example(MAX_JSON_DEPTH - 1, 1, ("[", "]"))
+@example(MAX_DEPTH - 1, 1, ("[", "]"))
 @settings(max_examples=40)
 def test_json_depth_is_bounded_at_any_place(depth: int, width: int, pair: tuple[str, str]) -> None:
     deep = pair[0] * depth + "1" + pair[1] * depth
     document = "[" + ",".join(["[1]"] * width + [deep]) + "]"
     try:
         assert parse_json(document.encode()) == json.loads(document)
-        assert depth + 1 <= MAX_JSON_DEPTH
+        assert depth + 1 <= MAX_DEPTH
     except ApiError as error:
-        assert error.code == "json_too_deep" and depth + 1 > MAX_JSON_DEPTH
+        assert error.code == "json_too_deep" and depth + 1 > MAX_DEPTH
 
 
 WIDE = VALUES | st.integers() | st.floats(allow_nan=False)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from services.gateway import admission
-from services.gateway.admission import CLASS_SHARES, MANY_REREADS, Bounds, HeldBytes, Recent, refuse_late, refuse_limits
+from services.gateway.admission import MANY_REREADS, Bounds, HeldBytes, Recent, refuse_late, refuse_limits
 from services.gateway.auth import Caller
 from services.gateway.cluster import Forecast, Snapshot
 from services.gateway.delivery.dispatcher import entry_of
 from services.gateway.errors import ApiError
-from services.gateway.request import GenerationSpec
+from services.gateway.request import CLASS_SHARES, GenerationSpec
 from shared.keys import CLASSES, Keys
 from shared.settings import DEMO_MODEL, GatewaySettings
 from tests.support import generations

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.delivery import dispatcher as module
-from services.gateway.delivery.dispatcher import Backlog, Entry
+from services.gateway import request as module
+from services.gateway.delivery.dispatcher import Entry
+from services.gateway.request import Backlog
 from shared.keys import CLASSES
 
 

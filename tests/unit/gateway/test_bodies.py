@@ -10,8 +10,6 @@ from pydantic import BaseModel, ValidationError
 
 from services.gateway.errors import ApiError
 from services.gateway.openai.bodies import (
-    MAX_CONTAINERS,
-    MAX_MEMBERS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -20,6 +18,7 @@ from services.gateway.openai.bodies import (
     parse_json,
 )
 from services.gateway.openai.responses import ResponsesBody
+from shared.text.bounded_json import MAX_CONTAINERS, MAX_MEMBERS
 
 MANY = 50_000
 MESSAGE = {"role": "user", "content": "x"}

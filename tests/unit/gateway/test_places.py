@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from services.gateway import admission
-from services.gateway.admission import HORIZON_S, Places, content_of
+from services.gateway.admission import HORIZON_S, Places
 from services.gateway.kserve.tensors import body_of
+from services.gateway.request import content_of
 
 
 def has_place(places: Places, content: int, now: float) -> bool:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from services.gateway import request
-from services.gateway.request import PRIORITY, TENANT, TENANT_THREADS, THREADS, TenantThreads
+from services.gateway.errors import ApiError
+from services.gateway.request import ARRIVAL, TENANT_THREADS, THREADS, Arrival, TenantThreads
 from tests.support.waiting import wait_until
 
 
@@ -36,8 +38,12 @@ async def work() -> AsyncIterator[Work]:
     made.go.set()
 
 
+def arrival(tenant: str, priority: str = "normal", **more: Any) -> Arrival:
+    return Arrival(tenant, True, priority, 0, 0, time.monotonic(), **more)
+
+
 async def of_tenant(threads: TenantThreads, tenant: str, work: Work) -> None:
-    TENANT.set(tenant)
+    ARRIVAL.set(arrival(tenant))
     await threads.run(work)
 
 
@@ -81,8 +87,7 @@ async def test_better_class_begins_first_and_tenants_of_a_class_take_turns(
     threads, order = TenantThreads(), list[tuple[str, str, int]]()
 
     async def ask(tenant: str, priority: str, number: int) -> None:
-        TENANT.set(tenant)
-        PRIORITY.set(priority)
+        ARRIVAL.set(arrival(tenant, priority))
         await threads.run(order.append, (tenant, priority, number))
 
     first = asyncio.create_task(of_tenant(threads, "b", work))
@@ -114,6 +119,72 @@ async def test_work_that_waits_for_a_thread_is_forgotten_with_its_caller(work: W
     work.go.set()
     async with asyncio.timeout(30):
         await asyncio.gather(*greedy)
+
+
+async def refused(threads: TenantThreads, one: Arrival) -> ApiError:
+    """Return the error of work that comes now."""
+
+    async def ask() -> None:
+        ARRIVAL.set(one)
+        await threads.run(int)
+
+    async with asyncio.timeout(30):
+        with pytest.raises(ApiError) as error:
+            await asyncio.create_task(ask())
+    assert error.value.status == 429
+    return error.value
+
+
+Fill = Callable[..., Awaitable[None]]
+
+
+@pytest.fixture
+async def fill(work: Work) -> AsyncIterator[Fill]:
+    """Return a function that has all threads of a tenant at work, and lets more of its work wait."""
+    tasks: list[asyncio.Task[None]] = []
+
+    async def begin(threads: TenantThreads, waiting: int, tenant: str = "greedy") -> None:
+        tasks.extend(asyncio.create_task(of_tenant(threads, tenant, work)) for _ in range(TENANT_THREADS + waiting))
+        await wait_until(lambda: work.running == TENANT_THREADS)
+
+    yield begin
+    work.go.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_work_that_waits_is_bounded_and_leaves_room_to_better_classes(
+    fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "TURN_REQUESTS", 10)
+    threads = TenantThreads(0.5)
+    await fill(threads, 4)  # of 8 of class normal a tenant may have 4
+    assert (await refused(threads, arrival("greedy"))).code == "tenant_queue_full"
+    low = await refused(threads, arrival("greedy", "low"))
+    assert "are waiting for a thread for their texts" in low.message and int(low.headers["Retry-After"]) >= 1
+    ARRIVAL.set(arrival("modest"))
+    async with asyncio.timeout(30):
+        assert await threads.run(int) == 0, "another tenant has threads"
+
+
+async def test_work_that_waits_too_long_or_past_its_deadline_is_refused(fill: Fill) -> None:
+    threads = TenantThreads(1.0, 0.02)
+    await fill(threads, 0)
+    assert (await refused(threads, arrival("greedy"))).code == "overloaded"
+    late = arrival("greedy", deadline_ms=1, ttft_slo_ms=9)
+    assert (await refused(threads, late)).code == "deadline_unreachable"
+
+
+async def test_refusal_of_work_is_given_a_place(fill: Fill) -> None:
+    placed: list[Arrival] = []
+
+    def note(error: ApiError, one: Arrival) -> ApiError:
+        placed.append(one)
+        return error
+
+    threads, one = TenantThreads(1.0, 0.02, note), arrival("greedy")
+    await fill(threads, 0)
+    await refused(threads, one)
+    assert placed == [one]
 
 
 async def test_errors_of_work_are_the_callers() -> None:

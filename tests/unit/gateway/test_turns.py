@@ -7,15 +7,17 @@ import gc
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from services.gateway import admission
-from services.gateway.admission import AGAIN_S, MOST_AGAIN, TURNS, Arrival, Refusals, Turns
+from services.gateway import request
+from services.gateway.admission import AGAIN_S, MOST_AGAIN, TURNS, Refusals, Turns
 from services.gateway.auth import Caller
 from services.gateway.errors import ApiError
+from services.gateway.request import Arrival
 from tests.support import generations
 
 
@@ -44,7 +46,7 @@ async def refused(turns: Turns, one: Arrival, before: Sequence[Arrival] = (), ha
     others = [asyncio.create_task(turns.wait(each)) for each in before]
     await asyncio.sleep(0)  # they come first
     try:
-        await turns.wait(one, has_place)
+        await turns.wait(replace(one, has_place=has_place))
     except ApiError as error:
         assert (error.status, int(error.headers["Retry-After"]) >= 1) == (429, True)
         return str(error.code)
@@ -95,7 +97,7 @@ async def test_requests_that_waited_take_the_turns_of_their_round() -> None:
 
 
 async def test_crowd_refuses_less_urgent_classes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "TURN_REQUESTS", 10)
+    monkeypatch.setattr(request, "TURN_REQUESTS", 10)
     crowd = [*FIRST, *(arrival("low") for _ in range(5))]
     assert await refused(Turns(0.5, 60.0), arrival("low"), crowd) == "queue_full"
     assert await refused(Turns(0.5, 60.0), arrival("low"), crowd[:-1]) == ""
@@ -109,7 +111,7 @@ async def test_named_requests_are_bounded_and_leave_room_to_better_classes() -> 
 
 
 async def test_place_exceeds_the_bound_by_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "TURN_REQUESTS", 40)
+    monkeypatch.setattr(request, "TURN_REQUESTS", 40)
     for held, code in ((20, ""), (21, ""), (22, "queue_full")):
         crowd = [*FIRST, *(arrival("normal") for _ in range(held))]
         assert await refused(Turns(0.5, 60.0), arrival("low"), crowd) == "queue_full"
@@ -117,7 +119,7 @@ async def test_place_exceeds_the_bound_by_its_share(monkeypatch: pytest.MonkeyPa
 
 
 async def test_crowd_of_one_tenant_leaves_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "TURN_REQUESTS", 10)
+    monkeypatch.setattr(request, "TURN_REQUESTS", 10)
     crowd = [*FIRST, *(arrival(tenant="a", has_others=True) for _ in range(4))]
     assert await refused(Turns(0.5, 60.0), arrival(tenant="a", has_others=True), crowd) == "tenant_queue_full"
     assert await refused(Turns(0.5, 60.0), arrival(tenant="b", has_others=True), crowd) == ""
@@ -154,7 +156,7 @@ Better = Callable[[Turns], Awaitable[None]]
 async def test_request_that_waits_too_long_is_refused_and_forgotten(
     better: Better, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "TURN_REQUESTS", 40)
+    monkeypatch.setattr(request, "TURN_REQUESTS", 40)
     turns = Turns(0.5, 0.02)
     await better(turns)
     for _ in range(2):
@@ -165,7 +167,7 @@ async def test_request_that_waits_too_long_is_refused_and_forgotten(
 
 
 async def test_request_whose_handler_is_gone_is_forgotten(better: Better, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "TURN_REQUESTS", 40)
+    monkeypatch.setattr(request, "TURN_REQUESTS", 40)
     turns = Turns(0.5, 60.0)
     await better(turns)
     for _ in range(2):

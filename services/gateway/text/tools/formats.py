@@ -5,15 +5,18 @@ The format depends on the model, so it is read from the chat template or set wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import orjson
 
-from services.gateway.errors import invalid, shown
+from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.request import ToolUse
 from services.gateway.text.grammar import OPTIONS, lark_text
+from shared.text.grammars import MOST_GRAMMAR_BYTES
 
 PYTHON_TAG = "<|python_tag|>"
 MISTRAL_ARGS = "[ARGS]"
@@ -131,8 +134,8 @@ def _is_text(schema: Any) -> bool:
 
 
 def calls_grammar(use: ToolUse, functions: Sequence[Function], atom: Callable[[str], str]) -> str:
-    """Return the grammar of one call, or of up to MOST_CALLS, in Lark. atom: the literal of a mark, which may be a
-    control token. Raise ApiError(400).
+    """Return the grammar of one call, or of up to MOST_CALLS, in Lark; blocks. atom: the literal of a mark, which may
+    be a control token. Raise ApiError(400), as soon as what is written is too long.
     """
     kind = use.format
     between = {
@@ -165,18 +168,30 @@ def calls_grammar(use: ToolUse, functions: Sequence[Function], atom: Callable[[s
             lines.append(f"call: {opening} {call} {atom(BLOCKS[kind].closing)}")
         case _:
             lines.append(f"call: {call}")
+    size = 0
     for at, function in enumerate(functions):
-        lines += _call_lines(kind, at, function, atom)
+        for line in _call_lines(kind, at, function, atom):
+            lines.append(line)
+            if (size := size + len(line)) > MOST_GRAMMAR_BYTES:
+                text = (
+                    f"tools: the grammar of their calls has more than {MOST_GRAMMAR_BYTES} bytes at function "
+                    f"{function.name}; send fewer or smaller parameters, or tool_choice auto"
+                )
+                raise invalid("tools", text, "invalid_grammar")
     return "\n".join(lines) + "\n"
 
 
 _LISTS = ("mistral", "granite", "pythonic")
 
 
-def _call_lines(kind: str, at: int, function: Function, atom: Callable[[str], str]) -> list[str]:
-    """Return the rules of the call of one function."""
+def _call_lines(kind: str, at: int, function: Function, atom: Callable[[str], str]) -> Iterable[str]:
+    """Return the rules of the call of one function, those of several parameters as they are read."""
     name, arguments = function.name, f"arguments_{at}"
     schema = _arguments(function)
+    if kind in ("qwen3-coder", "glm-4.5"):
+        return _pair_lines(kind, at, function, schema)
+    if kind == "pythonic":
+        return _keyword_lines(at, function, schema)
     object_line = f"{arguments}: %json {orjson.dumps(schema).decode()}"
     match kind:
         case "mistral-args":
@@ -191,71 +206,136 @@ def _call_lines(kind: str, at: int, function: Function, atom: Callable[[str], st
             mark = atom("<｜tool▁sep｜>")
             fenced = f'"function" {mark} {lark_text(name)} "\\n```json\\n" {arguments} "\\n```"'
             return [f"call_{at}: {lark_text(name)} {mark} {arguments} | {fenced}", object_line]
-        case "qwen3-coder" | "glm-4.5":
-            return _pair_lines(kind, at, function, schema)
-        case "pythonic":
-            return _keyword_lines(at, function, schema)
     key = "parameters" if kind == "llama3" else "arguments"
     before = lark_text(f'{{"name": "{name}", "{key}": ')
     return [f'call_{at}: {before} {arguments} "}}"', object_line]
 
 
-def _pair_lines(kind: str, at: int, function: Function, schema: dict[str, Any]) -> list[str]:
-    """Return the rules of a call with pairs as arguments, in the order of the schema."""
+def _pair_lines(kind: str, at: int, function: Function, schema: dict[str, Any]) -> Iterator[str]:
+    """Yield the rules of a call with pairs as arguments, in the order of the schema."""
     is_qwen = kind == "qwen3-coder"
     end = "\n</parameter>\n" if is_qwen else "</arg_value>\n"
-    pairs, lines = [], []
+    pairs = []
     for number, (name, value, is_required) in enumerate(_parameters(function, schema)):
         rule = f"value_{at}_{number}"
         key = f"<parameter={name}>\n" if is_qwen else f"<arg_key>{name}</arg_key>\n<arg_value>"
         pairs.append(f"({lark_text(key)} {rule}){'' if is_required else '?'}")
         if not _is_text(value):
-            lines.append(f"{rule}: %json {orjson.dumps(value).decode()} {lark_text(end)}")
+            yield f"{rule}: %json {orjson.dumps(value).decode()} {lark_text(end)}"
         elif "enum" in value:
-            lines.append(f"{rule}: ({' | '.join(map(lark_text, value['enum']))}) {lark_text(end)}")
+            yield f"{rule}: ({' | '.join(_choices(function, name, value['enum']))}) {lark_text(end)}"
         else:
-            lines.append(f"{rule}[suffix={lark_text(end)}]: /(?s:.{_length(value)})/")
+            yield f"{rule}[suffix={lark_text(end)}]: /(?s:.{_length(function, name, value)})/"
     begin, close = (f"\n<function={function.name}>\n", "</function>\n") if is_qwen else (f"{function.name}\n", "")
-    return [f"call_{at}: {' '.join([lark_text(begin), *pairs, *([lark_text(close)] if close else [])])}", *lines]
+    yield f"call_{at}: {' '.join([lark_text(begin), *pairs, *([lark_text(close)] if close else [])])}"
 
 
-def _length(schema: dict[str, Any]) -> str:
-    """Return how often a character may come, in the form of a pattern."""
-    least, most = schema.get("minLength"), schema.get("maxLength")
-    if not isinstance(least, int) and not isinstance(most, int):
-        return "*"
-    return f"{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
+def _choices(function: Function, name: str, values: Any) -> list[str]:
+    """Return the literals of the texts of an enum. Raise ApiError(400)."""
+    texts = [lark_text(value) for value in values if isinstance(value, str)] if isinstance(values, list) else []
+    if not texts:
+        raise _wrong(function, f"{name}.enum", values, "a list with texts")
+    return texts
 
 
-def _keyword_lines(at: int, function: Function, schema: dict[str, Any]) -> list[str]:
-    """Return the rules of a call in Python: `first` for a list of arguments that has none yet, `more` for the rest."""
-    parameters = _parameters(function, schema)
-    lines = [f'call_{at}: {lark_text(function.name + "(")} first_{at}_0 ")"']
-    for number, (name, value, is_required) in enumerate(parameters):
+def _length(function: Function, name: str, schema: dict[str, Any]) -> str:
+    """Return how often a character may come, in the form of a pattern. Raise ApiError(400)."""
+    bounds = []
+    for word in ("minLength", "maxLength"):
+        value = schema.get(word)
+        is_whole = not isinstance(value, bool) and isinstance(value, int | float) and float(value).is_integer()
+        if value is not None and not (is_whole and value >= 0):
+            raise _wrong(function, f"{name}.{word}", value, "a whole number from 0")
+        bounds.append("" if value is None else str(int(value)))
+    return f"{{{bounds[0] or 0},{bounds[1]}}}" if any(bounds) else "*"
+
+
+def _keyword_lines(at: int, function: Function, schema: dict[str, Any]) -> Iterator[str]:
+    """Yield the rules of a call in Python: `first` for a list of arguments that has none yet, `more` for the rest."""
+    yield f'call_{at}: {lark_text(function.name + "(")} first_{at}_0 ")"'
+    number = 0
+    for number, (name, value, is_required) in enumerate(_parameters(function, schema), 1):
         if not name.isidentifier():
             raise invalid("tools", f"parameters of {function.name} must be names of Python; got {shown(name)}")
-        given, then = f"{lark_text(name + '=')} value_{at}_{number}", f"more_{at}_{number + 1}"
-        other = "" if is_required else f" | first_{at}_{number + 1}"
-        lines += [
-            f"first_{at}_{number}: {given} {then}{other}",
-            f'more_{at}_{number}: (", " {given}){"" if is_required else "?"} {then}',
-            f"value_{at}_{number}: %json {orjson.dumps(value).decode()}",
-        ]
-    return [*lines, f'first_{at}_{len(parameters)}: ""', f'more_{at}_{len(parameters)}: ""']
+        given, then = f"{lark_text(name + '=')} value_{at}_{number}", f"more_{at}_{number}"
+        other = "" if is_required else f" | first_{at}_{number}"
+        yield f"first_{at}_{number - 1}: {given} {then}{other}"
+        yield f'more_{at}_{number - 1}: (", " {given}){"" if is_required else "?"} {then}'
+        yield f"value_{at}_{number}: %json {orjson.dumps(value).decode()}"
+    yield f'first_{at}_{number}: ""'
+    yield f'more_{at}_{number}: ""'
 
 
-def _parameters(function: Function, schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return name, schema and whether it is required, of each parameter. Raise ApiError(400)."""
+def _parameters(function: Function, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Yield name, schema and whether it is required, of each parameter. A grammar has no place for definitions that
+    rules share, so the schema of a parameter gets those that it refers to. Raise ApiError(400).
+    """
     for word in ("$ref", "anyOf", "oneOf", "allOf"):
         if word in schema:
             text = f"parameters of {function.name} must name their properties for this model's calls; got {word}"
             raise invalid("tools", text)
-    shared: dict[str, Any] = {word: schema[word] for word in ("$defs", "definitions", "x-guidance") if word in schema}
-    required = schema.get("required") or ()
-    return [
-        (name, {**(value if isinstance(value, dict) else {}), **shared}, name in required)
-        for name, value in _properties(schema).items()
-    ]
+    required, properties = schema.get("required"), schema.get("properties")
+    if not isinstance(required, list | None):
+        raise _wrong(function, "required", required, "a list of names")
+    if not isinstance(properties, dict | None):
+        raise _wrong(function, "properties", properties, "an object")
+    names = {name for name in required or () if isinstance(name, str)}
+    definitions = _Definitions(schema)
+    for name, value in (properties or {}).items():
+        found = value if isinstance(value, dict) else {}
+        yield name, {**found, **definitions.needed(found), "x-guidance": schema["x-guidance"]}, name in names
+
+
+class _Definitions:
+    """The definitions of a schema of parameters, and what each refers to."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        groups = ((word, schema[word]) for word in _GROUPS if isinstance(schema.get(word), dict))
+        self._all = {(word, name): value for word, group in groups for name, value in group.items()}
+        self._references: dict[tuple[str, str], set[tuple[str, str]]] = {}
+
+    def needed(self, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return the definitions that a schema refers to, and those that these refer to, by group."""
+        found: dict[tuple[str, str], None] = {}
+        left = self._in(schema)
+        while left:
+            one = left.pop()
+            if one in found:
+                continue
+            found[one] = None
+            if one not in self._references:
+                self._references[one] = self._in(self._all[one])
+            left |= self._references[one]
+        groups: dict[str, dict[str, Any]] = {}
+        for word, name in found:
+            groups.setdefault(word, {})[name] = self._all[word, name]
+        return groups
+
+    def _in(self, value: Any) -> set[tuple[str, str]]:
+        """Return the definitions that a value names; all where a reference is no path to one, as that to an anchor."""
+        found: set[tuple[str, str]] = set()
+        left = [value] if self._all else []
+        while left:
+            one = left.pop()
+            if isinstance(one, list):
+                left += one
+            elif isinstance(one, dict):
+                left += one.values()
+                for word in _REFERENCES:
+                    if isinstance(reference := one.get(word), str):
+                        if (named := _NAMED.match(unquote(reference))) is None:
+                            return set(self._all)
+                        found.add((named[1], named[2].replace("~1", "/").replace("~0", "~")))
+        return found & self._all.keys()
+
+
+_GROUPS = ("$defs", "definitions")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_NAMED = re.compile(r"#/(\$defs|definitions)/([^/]*)")
+
+
+def _wrong(function: Function, field: str, got: Any, wanted: str) -> ApiError:
+    return invalid("tools", f"parameters of {function.name}: {field} must be {wanted}; got {shown(got)}")
 
 
 def _arguments(function: Function) -> dict[str, Any]:

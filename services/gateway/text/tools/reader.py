@@ -147,7 +147,7 @@ def _string(written: str) -> str:
     """Return the text of a JSON string; nothing for any other value."""
     try:
         value = json.loads(written)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return value if isinstance(value, str) else ""
 

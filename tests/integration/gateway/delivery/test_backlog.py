@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway import admission
+from services.gateway import admission, request
 from services.gateway.auth import Caller
 from services.gateway.delivery import dispatcher
 from services.gateway.delivery.stream import Generation
@@ -92,10 +92,37 @@ async def test_requests_that_wait_are_enqueued_by_one_call(
         one.close()
 
 
+async def test_new_request_waits_for_one_question_at_most(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    enqueue = gateway.dispatcher.scripts.enqueue
+
+    async def noted(keys: Any, arguments: Any) -> Any:
+        order.append("enqueue")
+        return await enqueue(keys, arguments)
+
+    async def question() -> None:
+        order.append("question")
+
+    monkeypatch.setattr(gateway.dispatcher.scripts, "enqueue", noted)
+    async with Held(gateway):
+        await turns(3)
+        held = Held(gateway)
+        asked = [asyncio.create_task(gateway.dispatcher.ask(question)) for _ in range(100)]
+        await turns(3)
+    async with held:
+        await turns(3)  # all that waits is known, and no request
+        begun = asyncio.create_task(begin(gateway, "urgent", "realtime"))
+        await turns(10)
+    (await begun).close()
+    await asyncio.gather(*asked)
+    assert order.index("enqueue") <= 1
+    assert order.count("question") == 100
+
+
 async def test_silent_request_in_the_backlog_is_not_taken_for_lost(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "BATCH_REQUESTS", 1)
+    monkeypatch.setattr(request, "BATCH_REQUESTS", 1)
     monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)
     async with Held(gateway):
         begun = [asyncio.create_task(begin(gateway, name)) for name in ("a", "b", "c")]
@@ -160,7 +187,7 @@ async def reasons(generation: Generation) -> list[str | None]:
 
 
 async def test_full_backlog_is_429_by_class_and_tenant(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "BACKLOG_REQUESTS", 10)
+    monkeypatch.setattr(request, "BACKLOG_REQUESTS", 10)
     async with Held(gateway):
         waiting = [asyncio.create_task(begin(gateway, str(n))) for n in range(8)]
         await turns(10)
@@ -177,7 +204,7 @@ async def test_full_backlog_is_429_by_class_and_tenant(gateway: Gateway, monkeyp
 async def test_request_past_its_deadline_or_without_its_client_leaves_the_backlog(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "BACKLOG_REQUESTS", 5)
+    monkeypatch.setattr(request, "BACKLOG_REQUESTS", 5)
     async with Held(gateway):
         late = [begin(gateway, f"late-{n}", deadline_ms=50) for n in range(4)]
         found = await asyncio.gather(*late, return_exceptions=True)

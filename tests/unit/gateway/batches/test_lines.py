@@ -13,13 +13,14 @@ import pytest
 
 from services.gateway.batches import lines as module
 from services.gateway.batches.lines import InputLines, seed_of
+from shared.text.bounded_json import MAX_CONTAINERS
 
 URL = "/v1/completions"
 MOST_BYTES = 100_000
 GOOD: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": URL, "body": {"prompt": "x"}}
 
 
-Check = Callable[[str | bytes], tuple[list[tuple[str, int | None]], InputLines]]
+Check = Callable[..., tuple[list[tuple[str, int | None]], InputLines]]
 
 
 @pytest.fixture
@@ -27,11 +28,11 @@ def checked(tmp_path: Path) -> Iterator[Check]:
     """Return a function that writes an input and returns the problems of its lines, and the lines."""
     with contextlib.ExitStack() as stack:
 
-        def check(text: str | bytes) -> tuple[list[tuple[str, int | None]], InputLines]:
+        def check(text: str | bytes, most_bytes: int = MOST_BYTES) -> tuple[list[tuple[str, int | None]], InputLines]:
             (path := tmp_path / "in").write_bytes(text.encode() if isinstance(text, str) else text)
             lines = InputLines(path)
             stack.callback(lines.close)
-            return [(problem["code"], problem["line"]) for problem in lines.check(URL, MOST_BYTES)], lines
+            return [(problem["code"], problem["line"]) for problem in lines.check(URL, most_bytes)], lines
 
         yield check
 
@@ -91,11 +92,15 @@ def test_line_that_is_no_request_is_named(checked: Check, text: str | bytes, cod
     assert problems == [(code, 2)]
 
 
-@pytest.mark.parametrize("name", ["prompt", "metadata"])
-def test_line_too_deep_to_be_sent_is_named(checked: Check, name: str) -> None:
-    body = f'{{"prompt": "x", "{name}": {"[" * 300}{"]" * 300}}}'
-    problems, _ = checked(json.dumps(GOOD).replace(json.dumps(GOOD["body"]), body))
-    assert problems == [("invalid_value", 1)]
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [("[" * 300 + "]" * 300, "json_too_deep"), ("[" + "[]," * MAX_CONTAINERS + "[]]", "json_too_wide")],
+    ids=["deep", "wide"],
+)
+def test_line_beyond_the_bounds_of_json_is_named(checked: Check, value: str, code: str) -> None:
+    body = f'{{"prompt": "x", "metadata": {value}}}'
+    problems, _ = checked(json.dumps(GOOD).replace(json.dumps(GOOD["body"]), body), most_bytes=1 << 20)
+    assert problems == [(code, 1)]
 
 
 def test_empty_lines_are_bounded(checked: Check, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,14 @@ import pytest
 
 from services.gateway.delivery.stream import ChoiceText
 from services.gateway.errors import ApiError, failed
+from services.gateway.openai import output
+from services.gateway.openai.bodies import ChatBody
+from services.gateway.openai.chat import chat_spec
 from services.gateway.openai.output import plan_tools
-from services.gateway.request import ToolUse
+from services.gateway.request import Limits, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import merged
-from shared.text.grammars import NOT_FOLLOWED
+from shared.text.grammars import MOST_GRAMMAR_BYTES, NOT_FOLLOWED
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.generations import read_calls, stored
 from tests.support.generations import spec as make_spec
@@ -212,3 +217,83 @@ def test_failure_is_400_only_when_the_grammar_cannot_be_followed(
 ) -> None:
     error = failed(why, field)
     assert (error.status, error.param, why in error.message) == (status, param, True)
+
+
+PAIRED = ("qwen3-coder", "glm-4.5", "pythonic")
+"""Formats with a rule for each parameter."""
+
+
+def with_parameters(parameters: dict[str, Any]) -> ChatBody:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    return chat(tools=tools, tool_choice="required")
+
+
+@pytest.mark.parametrize("kind", PAIRED)
+def test_parameter_gets_the_definitions_that_it_refers_to(
+    model: ModelText, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    definitions = {
+        "a/b": {"type": "array", "items": {"$ref": "#/$defs/leaf"}}, "leaf": {"const": "the leaf"},
+        "unused": {"const": "unused"},
+    }  # fmt: skip
+    plain = {f"p{at}": {"type": "integer"} for at in range(9)}
+    monkeypatch.setattr(model, "tool_format", kind)
+    body = with_parameters({"properties": {"x": {"$ref": "#/$defs/a~1b"}, **plain}, "$defs": definitions})
+    grammar = plan_tools(body, model).grammar
+    assert (grammar.count("the leaf"), grammar.count("unused")) == (1, 0)
+    assert grammar_of(body, model) == grammar, "it compiles"
+    named = with_parameters({"properties": {"x": {"$ref": "#mark"}}, "$defs": {"a": {"$anchor": "mark"}}})
+    assert "$anchor" in plan_tools(named, model).grammar, "a reference that is no path may mean any of them"
+
+
+@pytest.mark.parametrize("kind", PAIRED)
+@pytest.mark.parametrize("refers", [False, True])
+def test_grammar_of_large_definitions_is_refused_before_it_is_written(
+    model: ModelText, monkeypatch: pytest.MonkeyPatch, kind: str, refers: bool
+) -> None:
+    value = {"$ref": "#/$defs/a"} if refers else {"type": "integer"}
+    large = {"a": {"description": "x" * 1_000_000, "type": "integer"}}
+    body = with_parameters({"properties": {f"p{at}": value for at in range(2000)}, "$defs": large})
+    monkeypatch.setattr(model, "tool_format", kind)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match=f"tools: .* more than {MOST_GRAMMAR_BYTES} bytes at function f; send fewer"):
+            plan_tools(body, model)
+        assert tracemalloc.get_traced_memory()[1] < 16_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"required": 5}, "required must be a list of names; got 5"),
+        ({"properties": []}, "properties must be an object; got"),
+        ({"properties": {"a": {"type": "string", "enum": 5}}}, "a.enum must be a list with texts; got 5"),
+        ({"properties": {"a": {"type": "string", "enum": [1]}}}, "a.enum must be a list with texts"),
+        ({"properties": {"a": {"type": "string", "maxLength": 1.5}}}, "a.maxLength must be a whole number from 0"),
+    ],
+)
+def test_wrong_keyword_of_a_parameter_is_named(
+    model: ModelText, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(model, "tool_format", "qwen3-coder")
+    with pytest.raises(ApiError, match=f"parameters of f: {words}") as refused:
+        plan_tools(with_parameters(parameters), model)
+    assert (refused.value.status, refused.value.param) == (400, "tools")
+
+
+@pytest.mark.parametrize("name", ["calls_grammar", "json_grammar"])
+async def test_grammar_is_written_beside_the_event_loop(
+    model: ModelText, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    threads, real = [], getattr(output, name)
+
+    def noted(*given: Any, **named: Any) -> str:
+        threads.append(threading.current_thread())
+        return str(real(*given, **named))
+
+    monkeypatch.setattr(output, name, noted)
+    body = with_parameters(WEATHER) if name == "calls_grammar" else chat(guided_json=WEATHER)
+    await chat_spec(body, model, Limits(1 << 20))
+    assert threads and threading.current_thread() not in threads

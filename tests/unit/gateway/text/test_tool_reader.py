@@ -40,6 +40,7 @@ K_SECTION, K_OPEN, K_ARGS, K_CLOSE, K_END = (
     f"<|tool_{name}|>"
     for name in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
 )
+DEEP = '<tool_call>{"name": ' + "[" * 3000 + "]" * 3000 + "}</tool_call>"
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "no call at all \n", "no call at all \n", []),
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
@@ -55,6 +56,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "<tool_call>nothing", "<tool_call>nothing", []),
     ("hermes", '<tool_call>{"nome": 1}</tool_call>x', '<tool_call>{"nome": 1}</tool_call>x', []),
     ("hermes", '<tool_call>{"name": 1, "arguments": {}}', '<tool_call>{"name": 1, "arguments": {}}', []),
+    ("hermes", DEEP, DEEP, []),
     ("hermes", "a < b <tool", "a < b <tool", []),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
     ("hermes", '<tool_call>{"na', '<tool_call>{"na', []),
