@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shared.errors import ModelError, OrcinusError
 from shared.models.gguf.tokenizer import LLAMA_3, QWEN_2
 from shared.models.model_files import read_bounded
+from shared.text.end_of_text import MOST_ID
 from shared.text.regex_bounds import regex_problem
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ MOST_DECODER_GROWTH = 4
 """The same of a decoder, for one byte of a token."""
 MOST_TOKEN_BYTES = 2048
 """Of one token's text. The longest ones of models are runs of some hundred blanks."""
-MOST_ID = 4 << 20
-"""Token ids are below: tables have a row for each."""
 MOST_AFFIX_BYTES = 64
 """Of the prefix or suffix that a model puts at each part of a word."""
 MOST_WORD_CHARS = 1000
