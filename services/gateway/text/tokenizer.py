@@ -129,7 +129,8 @@ class ModelText:
         return ""
 
     def close(self) -> None:
-        """End the processes that render the chat template and compile grammars; another call starts them again."""
+        """End the processes that encode, render and compile grammars; another call starts them again."""
+        self._bounded.encoders.close()
         self.chat.close()
         self.grammars.close()
 
