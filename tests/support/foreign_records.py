@@ -117,6 +117,7 @@ class Attacker:
             "[^:]+" if at % 2 else re.escape(part) for at, part in enumerate([prefix + parts[0], *parts[1:]])
         )
         there = [key for key in self._client.keys("orcinus:*") if re.fullmatch(pattern, key.decode("utf-8", "replace"))]
+        there = [key for key in there if self._client.ttl(key) > 3600] or there  # of requests that have not ended
         if there:
             return bytes(self._rng.choice(sorted(there)))
         filled = "".join(PLACES.get(part, "x") if at % 2 else part for at, part in enumerate(parts))
