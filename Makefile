@@ -26,8 +26,9 @@ ifneq ($(strip $(UNKNOWN)),)
 $(error unknown setting $(UNKNOWN); known are $(KNOWN))
 endif
 
-# A stamp marks an installation and is named after the pins: touching pyproject.toml reinstalls nothing.
-PINS := $(firstword $(shell cksum pyproject.toml))
+# A stamp marks an installation and is named after the pins: touching their files reinstalls nothing.
+CONSTRAINTS := deploy/constraints.txt
+PINS := $(firstword $(shell cksum pyproject.toml))$(addprefix -,$(firstword $(shell cksum $(CONSTRAINTS) 2>/dev/null)))
 RUN_STAMP := $(VENV)/.run-$(PINS)
 TEST_STAMP := $(VENV)/.test-$(PINS)
 DEV_STAMP := $(VENV)/.dev-$(PINS)
@@ -242,24 +243,24 @@ $(CUDA_STAMP): | $(VENV)/.made gpu-at-hand
 	@echo "installing torch for CUDA and CuPy into $(VENV) (once; some gigabytes)"
 	@$(TORCH_IS_FOR_CUDA) 2>/dev/null || $(PIP) $(if $(TORCH_INDEX),--force-reinstall --index-url $(call quoted,$(TORCH_INDEX)) $(call quoted,$(TORCH)),$(call quoted,$(subst ==,===,$(TORCH))))
 	@$(TORCH_IS_FOR_CUDA) || { echo "error: DEVICE=cuda: pip gave a torch that is not for CUDA: without TORCH_INDEX it comes from PyPI" >&2; exit 2; }
-	@$(PIP) "$$($(CUPY))"
+	@$(PIP) "$$($(CUPY))" -c $(CONSTRAINTS)
 	@rm -f $(VENV)/.cuda-*; touch $@
 
 # torch first, alone: pip then takes the build that its settings offer (a CPU build is a tenth of the size).
 $(RUN_STAMP): | $(VENV)/.made $(if $(GPU),$(CUDA_STAMP))
 	@echo "installing the pinned dependencies into $(VENV), once, in one to four minutes: 1.1 GB, or 4.9 GB where pip takes torch for CUDA"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(call quoted,$(TORCH_INDEX))) $(call quoted,$(TORCH))
-	@$(PIP) $(call quoted,$(BACKEND))
-	@$(PIP) --no-build-isolation -e '.[build,embedded,load]'
+	@$(PIP) -c $(CONSTRAINTS) $(call quoted,$(BACKEND))
+	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[build,embedded,load]'
 	@rm -f $(VENV)/.run-*; touch $@
 
 $(TEST_STAMP): $(RUN_STAMP)
-	@$(PIP) --no-build-isolation -e '.[build,embedded,test]'
+	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[build,embedded,test]'
 	@rm -f $(VENV)/.test-*; touch $@
 
 # Contains all of `test`.
 $(DEV_STAMP): $(RUN_STAMP)
-	@$(PIP) --no-build-isolation -e '.[build,embedded,dev]'
+	@$(PIP) -c $(CONSTRAINTS) --no-build-isolation -e '.[build,embedded,dev]'
 	@rm -f $(VENV)/.dev-* $(VENV)/.test-*; touch $@ $(TEST_STAMP)
 
 $(PROTOS) &: $(PROTOS:_pb2.py=.proto) $(RUN_STAMP)

@@ -146,10 +146,10 @@ DOCKERFILE
 }
 
 base_images() {
-  image_at_hand python:3.11-slim-bookworm && image_at_hand redis:7-alpine && return
+  image_at_hand python:3.11.14-slim-bookworm && image_at_hand redis:7.4.7-alpine && return
   image_at_hand debian:bookworm-slim || { stand_in_debian debian:bookworm-slim; say "stand-in for debian:bookworm-slim"; }
-  image_at_hand python:3.11-slim-bookworm || { stand_in_python python:3.11-slim-bookworm; say "stand-in for python:3.11-slim-bookworm"; }
-  image_at_hand redis:7-alpine || { stand_in_redis redis:7-alpine; say "stand-in for redis:7-alpine"; }
+  image_at_hand python:3.11.14-slim-bookworm || { stand_in_python python:3.11.14-slim-bookworm; say "stand-in for python:3.11.14-slim-bookworm"; }
+  image_at_hand redis:7.4.7-alpine || { stand_in_redis redis:7.4.7-alpine; say "stand-in for redis:7.4.7-alpine"; }
 }
 
 # One run at a time: the project name, the port and a daemon started here are shared.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from protos import queue_pb2
 from shared.columns import unpack_list
 
 LAST_FINISH = 5
+MOST_VOCABULARY = 1 << 24
+"""Bound of any model's vocabulary, for a reader that does not know the model's."""
 
 
-def decode_batch(fields: Mapping[bytes, bytes]) -> queue_pb2.TokenBatch:
-    """Return the batch of a stream entry. Raises KeyError, DecodeError, or ValueError for columns that do not fit."""
+def decode_batch(fields: Mapping[bytes, bytes], vocab_size: int = MOST_VOCABULARY) -> queue_pb2.TokenBatch:
+    """Return the batch of a stream entry. Raises KeyError, DecodeError, or ValueError for columns that do not fit, and
+    for a token outside the vocabulary.
+    """
     batch = queue_pb2.TokenBatch.FromString(fields[b"b"])
     rows = len(batch.requests)
     choices, first, counts = unpack_list(batch.choices), unpack_list(batch.first), unpack_list(batch.counts)
@@ -21,9 +25,17 @@ def decode_batch(fields: Mapping[bytes, bytes]) -> queue_pb2.TokenBatch:
         raise ValueError("token batch: a negative choice, index or count")
     if 4 * sum(counts) != len(batch.tokens):
         raise ValueError(f"token batch: {len(batch.tokens)} bytes of tokens in rows of {sum(counts)}")
+    check_tokens(unpack_list(batch.tokens), vocab_size)
     if rows and max(batch.finish) > LAST_FINISH:
         raise ValueError(f"token batch: finish {max(batch.finish)}; at most {LAST_FINISH}")
     drafts = unpack_list(batch.drafts)
     if drafts and (len(drafts) != rows or min(drafts) < 0):
         raise ValueError(f"token batch: {len(drafts)} counts of drafts for {rows} rows, or a negative one")
     return batch
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError for a token outside a vocabulary."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        worst = min(tokens) if min(tokens) < 0 else max(tokens)
+        raise ValueError(f"token {worst} is outside the vocabulary of {vocab_size}")

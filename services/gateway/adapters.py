@@ -51,6 +51,7 @@ from shared.models.adapters import (
     read_bounded,
 )
 from shared.models.hub import repository_of
+from shared.models.model_files import read_json
 from shared.redis_client import WRONG_TYPE, Unreachable, connect
 from shared.settings import GatewaySettings
 
@@ -352,10 +353,9 @@ def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
 def _config(model: Path) -> dict[str, Any]:
     """Return config.json; empty where there is none, as beside a GGUF file: the worker compares."""
     try:
-        config = orjson.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
+        return read_json(model / "config.json")
+    except ModelError:
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _size(config: Any, *names: str) -> int:

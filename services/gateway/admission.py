@@ -731,7 +731,9 @@ class Admission:
         record = await self._dispatcher.raw_record(request_id)
         if b"delivery" not in record or record.get(b"tenant", b"") != tenant.encode():
             raise unknown_request(request_id)
-        spec = self._dispatcher.decoded(request_id, record, partial(GenerationSpec.from_record, request_id))
+        spec = self._dispatcher.decoded(
+            request_id, record, partial(GenerationSpec.from_record, request_id, self._model.vocab_size)
+        )
         if same_as is not None and spec.body_sha256 != same_as.body_sha256:
             raise ApiError(
                 409, "this Idempotency-Key was used for another body; send a new key", code="idempotency_key_reused"

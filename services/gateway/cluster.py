@@ -110,11 +110,14 @@ class Snapshot:
         return [stats for shard, stats in self.stats.items() if shard in self.leases]
 
     def limits(self, fallback: Limits) -> Limits:
-        """Return the limits that every worker meets; those of `fallback`, the model's, without a worker."""
-        found = [*self.workers.values(), *self.stats.values()]
+        """Return the limits that the schedulers' workers meet, by their statistics; those of `fallback`, the model's,
+        without a worker.
+        """
 
         def least(name: str) -> int:
-            return min((value for record in found if (value := int(number(record.get(name)))) > 0), default=0)
+            return min(
+                (value for record in self.stats.values() if (value := int(number(record.get(name)))) > 0), default=0
+            )
 
         context = least("max_model_len") or fallback.max_model_len
         return Limits(

@@ -96,7 +96,9 @@ class ServedModel:
         text.grammars.on_refused = lambda reason: metrics.refused_grammars.labels(reason).inc()
         fallback = Limits(max_model_len=text.max_model_len, max_choices=settings.max_choices)
         self.cluster = Cluster(settings, gateway_id, fallback, letters)
-        self.dispatcher = Dispatcher(settings, gateway_id, self.cluster, metrics, letters, parts.connections.clients)
+        self.dispatcher = Dispatcher(
+            settings, gateway_id, self.cluster, metrics, letters, parts.connections.clients, text.vocab_size
+        )
         self.responses = ResponseStore(settings, self.dispatcher, letters)
         self.adapters = AdapterNames(settings, letters)
         self.rereads = parts.rereads

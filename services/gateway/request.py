@@ -32,6 +32,8 @@ from shared.ids import BEGINNINGS
 from shared.keys import CLASSES
 from shared.redis_client import PROMPT_APART_BYTES
 from shared.text.logprobs import prompt_record_bytes, record_bytes
+from shared.text.logprobs import wrong_number as wrong_logprobs
+from shared.token_batches import check_tokens
 
 THREADS = min(32, (os.cpu_count() or 1) + 4)
 TENANT_THREADS = THREADS // 2
@@ -250,12 +252,15 @@ class GenerationSpec:
         ).SerializeToString()
 
     @classmethod
-    def from_record(cls, request_id: str, record: Mapping[bytes, bytes]) -> GenerationSpec:
-        """Return the spec of `req:{id}`, to deliver the rest.
+    def from_record(cls, request_id: str, vocab_size: int, record: Mapping[bytes, bytes]) -> GenerationSpec:
+        """Return the spec of `req:{id}`, to deliver the rest. vocab_size: of its model.
 
         Raise ApiError(503) for a record of another version, and what DeadLetters.read takes for unreadable.
         """
-        return cls.from_delivery(request_id, record[b"delivery"], record.get(b"class", b"normal").decode())
+        spec = cls.from_delivery(request_id, record[b"delivery"], record.get(b"class", b"normal").decode())
+        for prompt in spec.prompts:
+            check_tokens(prompt, vocab_size)
+        return spec
 
     @classmethod
     def from_delivery(cls, request_id: str, stored: bytes, priority: str) -> GenerationSpec:
@@ -273,6 +278,8 @@ class GenerationSpec:
             raise ValueError(f"delivery: reasoning {wire.reasoning!r} is no state of thinking")
         if len(wire.markers) not in (0, 2, 4) or not all(wire.markers):
             raise ValueError(f"delivery: markers {list(wire.markers)!r} are not one or two pairs of marks")
+        if wrong := wrong_logprobs(wire.logprobs) or wrong_logprobs(wire.prompt_logprobs, "prompt_logprobs"):
+            raise ValueError(f"delivery: {wrong}")
         return cls(
             **fields,
             id=request_id,

@@ -8,7 +8,6 @@ by a rename, after its SHA-256 was compared. Pickled weights are never fetched.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -36,10 +35,10 @@ from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 
 from services.hub.progress import Report, size
 from services.hub.store import PARTIAL, Record, pulling
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.parts import part_names
 from shared.models.hub import HubName, cache_directory, find_snapshot, repository_directory
-from shared.models.model_files import MOST_FILE_BYTES
+from shared.models.model_files import MOST_FILE_BYTES, read_json
 from shared.text.tokenizer import tokenizer_json
 
 T = TypeVar("T")
@@ -238,9 +237,9 @@ class _Pull:
         self._fetch(files[INDEX])
         index = self.directory / "snapshots" / self.commit / INDEX
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            names = sorted(set(read_json(index)["weight_map"].values()))
             return [files[name] for name in names]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ModelError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(
                 f"{self.name}: {INDEX} names files that the repository does not have, or is broken ({error}); "
                 "choose another revision"

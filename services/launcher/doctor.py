@@ -121,7 +121,7 @@ def check_redis(gateway: GatewaySettings) -> Check:
         except ConfigurationError as error:
             fix = "docker compose ps redis" if in_image() else "start that Redis, or unset ORCINUS_REDIS_URL"
             return Check("redis", "fail", str(error), fix)
-        return Check("redis", "ok", f"{version} at {without_password(gateway.redis_url)}")
+        return _judged(f"{version} at {without_password(gateway.redis_url)}", version, version.startswith("Valkey"))
     binary = redis_server.find_binary()
     if binary is None:
         return Check("redis", "fail", "no redis-server or valkey-server found", redis_server.missing_binary_message())
@@ -132,7 +132,15 @@ def check_redis(gateway: GatewaySettings) -> Check:
     detail = f"{'.'.join(found.groups())} ({binary}), started by the launcher"
     if (int(found[1]), int(found[2])) < redis_server.OLDEST:
         return Check("redis", "fail", f"{detail}: older than 6.2", "sudo apt-get install redis-server")
-    return Check("redis", "ok", detail)
+    return _judged(detail, ".".join(found.groups()), "valkey" in text.lower())
+
+
+def _judged(detail: str, version: str, is_valkey: bool) -> Check:
+    """Return the line of a Redis that can be used; a warning where its version has known faults."""
+    if redis_server.is_mended(version, is_valkey):
+        return Check("redis", "ok", detail)
+    fix = "update it, unless its distribution has mended that under the old number; the bundled Valkey has it mended"
+    return Check("redis", "warn", f"{detail}: clients may run code in it (CVE-2025-49844)", fix)
 
 
 def check_gpu(device: str, model: Path) -> list[Check]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
 import psutil
 
 from services.launcher.gpu_facts import device_files, gather_driver
@@ -28,14 +27,13 @@ from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.config import config_of
 from shared.models.gguf.reader import is_gguf, open_gguf
 from shared.models.hub import gguf_files, gguf_in, in_address, repository_of, require_local
-from shared.models.model_files import read_bounded
+from shared.models.model_files import POINTER, read_bounded, read_json
 from shared.plurals import counted
 from shared.settings import WorkerSettings
 
 GIB = 1 << 30
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-POINTER = b"version https://git-lfs.github.com/spec/"
 HEADER_BYTES = 16 << 20
 WORK_BYTES = GIB // 2
 """Beside the weights: processes, the smallest KV pool, the largest step."""
@@ -134,12 +132,7 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
                         packed[name] = 8
                     elif dtype == "F8_E4M3" and stored is not None and stored.unit:
                         packed[name] = 8 + 32 / stored.unit
-    text = read_bounded(model / "tokenizer.json")
-    _refuse_pointer(model / "tokenizer.json")
-    try:
-        orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ModelError(f"{model / 'tokenizer.json'}: not readable as JSON: {error}; {_again(model)}") from error
+    read_json(model / "tokenizer.json", remedy=_again(model))
     return ModelFacts(_dtype(config), tensors, stored, packed)
 
 
@@ -160,7 +153,7 @@ def _read_gguf(model: Path, load_format: str) -> ModelFacts:
 def read_config(model: Path) -> dict[str, Any]:
     """Return config.json. Raise ModelError when no worker computes its architecture, or not with such weights."""
     where = model / "config.json"
-    config = _read_json(where)
+    config = read_json(where, remedy=_again(model))
     name = _architecture(config)
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(
@@ -376,7 +369,7 @@ def _weight_files(model: Path) -> Iterator[Path]:
         return
     if not (model / INDEX).is_file():
         _refuse_other_weights(model)
-    names = _read_json(model / INDEX).get("weight_map")
+    names = read_json(model / INDEX, remedy=_again(model)).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelError(f"{model / INDEX}: no weight_map; fetch the file again")
     for name in sorted({str(name) for name in names.values()}):
@@ -424,17 +417,6 @@ def _tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {name: (str(entries[name]["dtype"]), shape) for name, shape in shapes.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelError(f"{file}: {error}; {_again(file.parent)}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    _refuse_pointer(path)
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not readable as JSON: {error}; {_again(path.parent)}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: no JSON object; {_again(path.parent)}")
-    return value
 
 
 def _refuse_pointer(path: Path) -> None:

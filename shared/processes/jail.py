@@ -1,13 +1,14 @@
 """Run a module in a process apart that a request can be ended with: both ends of the socket between them.
 
 The process has an empty environment and one end of a socket as its standard input. Frames are multiprocessing's. It
-ends when the socket is closed, and is started again by the next question. Chat templates (services/gateway/text) and
-grammars (shared/text/grammar_process.py) run in such processes. This module imports the standard library only.
+ends when the socket is closed, and is started again by the next question. Chat templates (services/gateway/text),
+grammars and long texts (shared/text) run in such processes. This module imports the standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import socket
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,35 @@ def confine(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     for nothing in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
         resource.setrlimit(nothing, (0, 0))
+
+
+MALLINFO = (
+    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+)  # fmt: skip
+
+
+class _Allocated(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in MALLINFO)
+
+
+def allocator() -> tuple[Callable[[], int], Callable[[], object]]:
+    """Return a function that returns the bytes in use of malloc, from which libraries in Rust take theirs, and one that
+    gives free ones back to the system. Without glibc no byte is counted.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        read, trim = libc.mallinfo2, libc.malloc_trim
+    except (OSError, AttributeError):
+        return lambda: 0, lambda: None
+    read.restype = _Allocated
+
+    def used() -> int:
+        found = read()
+        return int(found.uordblks + found.hblkhd)
+
+    return used, lambda: trim(0)
 
 
 NICE = 10

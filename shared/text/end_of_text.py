@@ -5,56 +5,51 @@ The gateway stops sequences at them. The worker allows them where a grammar is c
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from shared.errors import ModelError
-from shared.models.model_files import has_file, read_bounded
+from shared.models.fields import Fields
+from shared.models.model_files import AGAIN, read_json_if_any
 
 MOST_END_IDS = 8
 """A worker bans and a scheduler checks at most 16 stop ids of a sequence; the request may give the other 8."""
+MOST_ID = 4 << 20
+"""Token ids are below: tables have a row for each."""
 
 
 def end_ids(directory: Path) -> list[int]:
     """Return the ids of generation_config.json, else config.json, else the tokenizer's eos_token. Raises ModelError."""
-    config = _read(directory, "config.json")
-    value = _read(directory, "generation_config.json").get("eos_token_id")
+    path = directory / "generation_config.json"
+    value = read_json_if_any(path).get("eos_token_id")
     if value is None:
-        value = {**config, **(config.get("text_config") or {})}.get("eos_token_id")
+        path = directory / "config.json"
+        config = read_json_if_any(path)
+        value = {**config, **Fields(config, str(path), remedy=AGAIN).fields("text_config")}.get("eos_token_id")
     if value is None:
+        path = directory / "tokenizer.json"
         value = _named_id(directory)
-    ids = [] if value is None else [value] if isinstance(value, int) else list(value)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(id_) is int and 0 <= id_ < MOST_ID for id_ in ids):
+        raise ModelError(
+            f"{path}: eos_token_id is {repr(value)[:60]}, expected an id below {MOST_ID} or a list of them; {AGAIN}"
+        )
     if len(ids) > MOST_END_IDS:
-        raise ModelError(f"{directory}: {len(ids)} end-of-text ids, at most {MOST_END_IDS}; remove some in config.json")
-    return [int(id_) for id_ in ids]
+        raise ModelError(f"{path}: {len(ids)} end-of-text ids, at most {MOST_END_IDS}; remove some of eos_token_id")
+    return ids
 
 
-def _named_id(directory: Path) -> int | None:
+def _named_id(directory: Path) -> Any:
     """Return the id of eos_token in tokenizer_config.json, a text or an object with `content`; None if absent."""
-    token = _read(directory, "tokenizer_config.json").get("eos_token")
+    token = read_json_if_any(directory / "tokenizer_config.json").get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
-    if name is None:
+    if not isinstance(name, str):
         return None
-    tokenizer = _read(directory, "tokenizer.json")
-    for added in tokenizer.get("added_tokens") or []:
-        if added.get("content") == name:
-            return int(added["id"])
-    vocabulary = (tokenizer.get("model") or {}).get("vocab")
-    if isinstance(vocabulary, dict) and name in vocabulary:
-        return int(vocabulary[name])
-    return None
-
-
-def _read(directory: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object of a file; empty if there is no file. Raises ModelError."""
-    path = directory / name
-    if not has_file(path):
-        return {}
-    try:
-        value = json.loads(read_bounded(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return value
+    tokenizer = read_json_if_any(directory / "tokenizer.json")
+    tokens = tokenizer.get("added_tokens")
+    for added in tokens if isinstance(tokens, list) else ():
+        if isinstance(added, dict) and added.get("content") == name:
+            return added.get("id")
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return vocabulary.get(name) if isinstance(vocabulary, dict) else None

@@ -9,7 +9,6 @@ The gateway checks grammars here, the worker gets its masks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import signal
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shared.processes.jail import Jail, JailError, confine, yield_to_others
+from shared.processes.jail import Jail, JailError, allocator, confine, yield_to_others
 from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError, allows, reason
 
 if TYPE_CHECKING:
@@ -171,35 +170,6 @@ def _raise(answer: bytes) -> None:
         raise kinds.get(answer[:1], GrammarError)(text)
 
 
-MALLINFO = (
-    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-)  # fmt: skip
-
-
-class _Allocated(ctypes.Structure):
-    """glibc's struct mallinfo2."""
-
-    _fields_ = tuple((name, ctypes.c_size_t) for name in MALLINFO)
-
-
-def _allocator() -> tuple[Callable[[], int], Callable[[], object]]:
-    """Return a function that returns the bytes in use of malloc, which llguidance takes its memory from, and one that
-    gives free ones back to the system. Without glibc no byte is counted.
-    """
-    try:
-        libc = ctypes.CDLL(None)
-        read, trim = libc.mallinfo2, libc.malloc_trim
-    except (OSError, AttributeError):
-        return lambda: 0, lambda: None
-    read.restype = _Allocated
-
-    def used() -> int:
-        found = read()
-        return int(found.uordblks + found.hblkhd)
-
-    return used, lambda: trim(0)
-
-
 class _Followed:
     """The far end's sequences: grammar, matcher and outputs by key.
 
@@ -213,7 +183,7 @@ class _Followed:
         self._matchers: dict[int, tuple[str, LLMatcher, list[int]]] = {}
         self._ended: dict[int, str] = {}  # sequences of grammars that ended in a question of another one: why
         self._sizes: dict[str, int] = {}  # bytes by grammar, of those with a sequence or in the cache
-        self._used, self._trim = _allocator()
+        self._used, self._trim = allocator()
         self._until = 0.0  # processor time of the process from which on no guess is followed
 
     def answer(self, question: bytes) -> bytes:

@@ -82,6 +82,19 @@ def unpack_records(records: bytes, wanted: int) -> list[TokenLogprobs]:
     ]
 
 
+def check_records(records: bytes, wanted: int, vocab_size: int) -> None:
+    """Raise ValueError for records with an id outside the vocabulary, or with a number that is no log-probability."""
+    if not records:
+        return
+    rows = np.frombuffer(records, np.uint8).reshape(-1, record_bytes(wanted))
+    ids: Int32 = rows[:, 4 : 4 * wanted].copy().view("<i4")
+    if ids.size and not -1 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(f"log-probabilities: ids {ids.min()} to {ids.max()}, and a vocabulary of {vocab_size}")
+    values = np.concatenate([rows[:, :4], rows[:, 4 * wanted :]], 1).view("<f4")
+    if not (values < np.inf).all():  # NaN is not, either
+        raise ValueError("log-probabilities: a number that is none")
+
+
 def pack_prompt_records(logprobs: Float32, ranks: Int32, ids: Int32, best: Float32) -> bytes:
     """Return the records of prompt tokens, one after another. logprobs, ranks: [T]; ids, best: [T, k], in any order."""
     order = np.lexsort((ids, -best), axis=-1)

@@ -3,7 +3,7 @@
 The file is a program of its author's: normalizers that multiply text, regular expressions, templates. It is checked
 before any parser of the tokenizers library or of llguidance sees it, and they get the JSON that was checked, not the
 file. Gateway, workers, launcher and hub ask here. A panic of the library is a BaseException in Python; here it becomes
-a TokenizerError.
+a TokenizerError. Texts that may take long are encoded in processes apart (tokenizer_process.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ import contextlib
 import json
 import math
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import LifoQueue
 from typing import TYPE_CHECKING, Any
 
+from shared.columns import unpack
 from shared.errors import ModelError, OrcinusError
 from shared.models.gguf.tokenizer import LLAMA_3, QWEN_2
 from shared.models.model_files import read_bounded
+from shared.processes.jail import Jail, JailError
+from shared.text.end_of_text import MOST_ID
 from shared.text.regex_bounds import regex_problem
 
 if TYPE_CHECKING:
@@ -43,8 +48,6 @@ MOST_DECODER_GROWTH = 4
 """The same of a decoder, for one byte of a token."""
 MOST_TOKEN_BYTES = 2048
 """Of one token's text. The longest ones of models are runs of some hundred blanks."""
-MOST_ID = 4 << 20
-"""Token ids are below: tables have a row for each."""
 MOST_AFFIX_BYTES = 64
 """Of the prefix or suffix that a model puts at each part of a word."""
 MOST_WORD_CHARS = 1000
@@ -54,6 +57,22 @@ MOST_NORMALIZED_BYTES = 32 << 20
 QUICK_CHARS = 1024
 QUICK_BYTES = 64 * 1024
 """A text of so many characters, and normalized bytes, is encoded in less than a millisecond."""
+IN_PROCESS_BYTES = 64 * 1024
+"""A text of so many normalized bytes is encoded in a thread of its process, in 20 ms at most; a longer one in a process
+apart, where what the text goes to and fro takes is not seen."""
+PROCESSES = min(4, os.cpu_count() or 1)
+MEMORY_BYTES = 1536 << 20
+"""Of such a process, beside the tokenizer. 4 MiB of prose take 0.8 GiB."""
+SECONDS, SECONDS_OF_BYTE = 2.0, 5e-6
+"""Of processor time. A byte of prose takes 0.4 us."""
+PATIENCE = 10
+"""An answer may take so many times the processor time: the machine may be busy."""
+QUESTION = struct.Struct("<d??I")
+"""Seconds, whether special tokens are added, whether there are two texts, bytes of the first. The texts follow."""
+FAR_END = "shared.text.tokenizer_process"
+MOST_ANSWER_BYTES = 1 << 30
+TAKEN, REFUSED = b"T", b"R"
+"""First byte of an answer. int32 follow: where tokens of type 1 begin, and the ids; or why."""
 
 KNOWN_REGEXES = frozenset(
     {
@@ -69,6 +88,67 @@ class TokenizerError(OrcinusError):
     """A text or ids that this tokenizer cannot turn into the other. The message is for the client."""
 
 
+class Encoders:
+    """Processes that encode texts of one tokenizer, at most PROCESSES. They are started when they are needed.
+
+    `encode` blocks and may be called by several threads.
+    """
+
+    def __init__(self, source: str) -> None:
+        """source: the checked JSON of the tokenizer."""
+        first, timeout_s = source.encode(), PATIENCE * seconds_for(MOST_NORMALIZED_BYTES)
+        self._jails = [Jail(FAR_END, first, timeout_s, MOST_ANSWER_BYTES) for _ in range(PROCESSES)]
+        self._free: LifoQueue[Jail] = LifoQueue()  # the one that was used last is the next
+        for jail in self._jails:
+            self._free.put(jail)
+
+    def encode(self, first: str, second: str | None, add_special_tokens: bool) -> tuple[list[int], int]:
+        """Return as `encoded`. Raise TokenizerError, also where the text takes too much time or memory."""
+        texts = [text.encode("utf-8", "surrogatepass") for text in (first, second or "")]
+        seconds = seconds_for(sum(map(len, texts)))
+        head = QUESTION.pack(seconds, add_special_tokens, second is not None, len(texts[0]))
+        jail = self._free.get()
+        try:
+            answer = jail.ask(head + b"".join(texts))
+        except JailError as error:
+            raise TokenizerError(
+                f"{sum(map(len, texts))} bytes take more than {seconds:.3g} s of processor time or "
+                f"{MEMORY_BYTES >> 20} MiB, or the process that encodes them {error}; send a shorter text"
+            ) from error
+        finally:
+            self._free.put(jail)
+        if answer[:1] != TAKEN:
+            raise TokenizerError(answer[1:].decode("utf-8", "replace"))
+        ids = unpack(answer[1:]).tolist()
+        return ids[1:], ids[0]
+
+    def pids(self) -> list[int]:
+        """Return the pids of the processes that run."""
+        return [pid for jail in self._jails if (pid := jail.pid) is not None]
+
+    def close(self) -> None:
+        """End the processes; another call of `encode` starts one again."""
+        for jail in self._jails:
+            jail.close()
+
+
+def seconds_for(size_bytes: int) -> float:
+    """Return the processor time that a text may take: some ten times of what tokenizers of models need."""
+    return SECONDS + SECONDS_OF_BYTE * size_bytes
+
+
+def encoded(library: Tokenizer, first: str, second: str | None, add_special_tokens: bool) -> tuple[list[int], int]:
+    """Return the ids of a text, or of two joined by the post-processor, and where tokens of type 1 begin; 0 without
+    any. Other threads run on. Raise TokenizerError.
+    """
+    text: Any = first if second is None else (first, second)
+    with _no_panic():
+        # Of the library's calls, this one lets go of the interpreter's lock; `encode` keeps it.
+        found = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        types = [] if second is None else list(found.type_ids)
+        return list(found.ids), types.index(1) if 1 in types else 0
+
+
 @dataclass(frozen=True, slots=True)
 class BoundedTokenizer:
     """A tokenizer of the library, and the most that it makes of a text."""
@@ -78,6 +158,8 @@ class BoundedTokenizer:
     """Bytes of normalized text for one byte of a text."""
     is_predictable: bool
     """It has no regular expression but known ones, so that short texts take a short time."""
+    encoders: Encoders
+    """Of all texts that may take long."""
 
     def is_quick(self, chars: int) -> bool:
         """Return whether texts of so many characters, all together, may be encoded on an event loop."""
@@ -85,29 +167,25 @@ class BoundedTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text. Other threads run on. Raise TokenizerError."""
-        self._demand_size(text)
-        with _no_panic():
-            # Of the library's calls, this one lets go of the interpreter's lock; `encode` keeps it.
-            return list(self.library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        return self._encode(text, None, add_special_tokens)[0]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Return the ids of two texts, joined by the post-processor, and where tokens of type 1 begin; 0 without any.
 
         Other threads run on. Raise TokenizerError.
         """
-        self._demand_size(first, second)
-        with _no_panic():
-            found = self.library.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
-            types = list(found.type_ids)
-            return list(found.ids), types.index(1) if 1 in types else 0
+        return self._encode(first, second, True)
 
-    def _demand_size(self, *texts: str) -> None:
-        size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    def _encode(self, first: str, second: str | None, add_special_tokens: bool) -> tuple[list[int], int]:
+        size = sum(len(text.encode("utf-8", "surrogatepass")) for text in (first, second or ""))
         if size * self.growth > MOST_NORMALIZED_BYTES:
             raise TokenizerError(
                 f"{size} bytes may become {self.growth} times as many, and at most {MOST_NORMALIZED_BYTES} are taken; "
                 f"send at most {MOST_NORMALIZED_BYTES // self.growth} bytes"
             )
+        if self.is_predictable and size * self.growth <= IN_PROCESS_BYTES:
+            return encoded(self.library, first, second, add_special_tokens)
+        return self.encoders.encode(first, second, add_special_tokens)
 
     def changed(self, change: Callable[[dict[str, Any]], None]) -> BoundedTokenizer:
         """Return a tokenizer from a changed copy of this one's JSON. Raise ModelError."""
@@ -187,16 +265,22 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
 
 
-def _parsed(source: str, growth: int, is_predictable: bool, name: str) -> BoundedTokenizer:
+def parsed(source: str) -> Tokenizer:
+    """Return the library's tokenizer of a checked JSON, without its truncation and padding."""
     # One text is one thread's work. The library's own threads would make short texts wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer
 
+    tokenizer = Tokenizer.from_str(source)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _parsed(source: str, growth: int, is_predictable: bool, name: str) -> BoundedTokenizer:
     with no_panic(lambda reason: ModelError(f"{name} cannot be read: {reason}")):
-        tokenizer = Tokenizer.from_str(source)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-    return BoundedTokenizer(tokenizer, growth, is_predictable)
+        tokenizer = parsed(source)
+    return BoundedTokenizer(tokenizer, growth, is_predictable, Encoders(source))
 
 
 _NESTED = {

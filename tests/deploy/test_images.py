@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -15,9 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from deploy import healthcheck, keys, redis_users
+from deploy import healthcheck, keys, redis_users, requirements
 from kernels.cuda import loader
 from tests.support.launcher import ROOT, clean_env
 
@@ -293,6 +295,46 @@ def test_images_take_the_pins_of_pyproject() -> None:
     assert printed("--extra", "cuda") == document["project"]["optional-dependencies"]["cuda"]
     (nvrtc,) = printed("--extra", "dev", "--only", "nvidia-cuda-nvrtc")
     assert nvrtc.startswith("nvidia-cuda-nvrtc==")
+
+
+def test_constraints_hold_the_pins_and_versions_alone() -> None:
+    """No path, address, label of a build or option of pip."""
+    lines = (ROOT / "deploy" / "constraints.txt").read_text().splitlines()
+    assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line)] == []
+    held = dict(line.split("==") for line in lines)
+    assert lines == sorted(lines, key=lambda line: line.split("==")[0]) and len(held) == len(lines)
+    pins = requirements.direct_pins(tomllib.loads((ROOT / "pyproject.toml").read_text()))
+    assert len(pins) > 40 and pins == {name: held.get(name) for name in pins}
+
+
+def test_constraints_name_all_that_the_project_needs_in_turn() -> None:
+    held = {line.split("==")[0] for line in (ROOT / "deploy" / "constraints.txt").read_text().splitlines()}
+    wanted, seen = [("orcinus", extra) for extra in ("", "build", "embedded", "load", "test", "dev")], set()
+    while wanted:
+        name, extra = pair = wanted.pop()
+        if pair in seen:
+            continue
+        seen.add(pair)
+        for text in importlib.metadata.requires(name) or ():
+            needed = Requirement(text)
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                other = requirements.name_of(needed.name)
+                wanted += [(other, "")] + [(other, more) for more in needed.extras]
+    assert {name for name, _ in seen} - held == {"orcinus"}
+
+
+def test_installations_use_the_constraints() -> None:
+    for name, command in (
+        ("Makefile", r"^\t@\$\(PIP\) .*"),
+        ("deploy/Dockerfile", r"^RUN [^\n]*pip install[^\n]*-r .*"),
+    ):
+        text = (ROOT / name).read_text().replace("\\\n", " ")
+        found = re.findall(command, text, re.MULTILINE)
+        assert len(found) > 3
+        assert [line for line in found if "-c " not in line and "torch" not in line.lower()] == [], name
+    for line in re.findall(r"(?:image|PYTHON_IMAGE): .*", (ROOT / "compose.yaml").read_text()):
+        version = re.search(r":(?:v|-.*:)?(\d+\.\d+\.\d+)", line)
+        assert version or "orcinus-" in line, line
 
 
 def test_stages_of_the_dockerfile_exist_and_carry_the_kernels() -> None:

@@ -19,16 +19,15 @@ from typer.testing import CliRunner
 from deploy import certs, redis_users
 from protos import worker_pb2, worker_pb2_grpc
 from services.cli.app import app
-from services.launcher.redis_server import find_binary
 from shared.settings import DEMO_MODEL
-from tests.support.stack import RedisServer, Stack
+from tests.support.stack import RedisServer, Stack, redis_binary
 from tests.support.waiting import free_port, until
 
 LOOKS_ON = "user looks_on on >looks-on ~* &* +@all\n"
 
 
 def redis_knows_tls() -> bool:
-    command = [str(find_binary()), "--port", "0", "--tls-port", str(free_port())]
+    command = [str(redis_binary()), "--port", "0", "--tls-port", str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # ends at once: it has no certificate
     return "Bad directive" not in done.stdout and "Failed finding TLS support" not in done.stdout
 

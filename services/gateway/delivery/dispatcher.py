@@ -56,7 +56,7 @@ from shared.redis_client import (
 )
 from shared.settings import GatewaySettings
 from shared.tasks import end
-from shared.token_batches import decode_batch
+from shared.token_batches import MOST_VOCABULARY, check_tokens, decode_batch
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -248,8 +248,10 @@ class Dispatcher:
         metrics: Metrics,
         letters: DeadLetters | None = None,
         clients: Counter[str] | None = None,
+        vocab_size: int = MOST_VOCABULARY,
     ) -> None:
-        """clients: counts the streams that a client of a tenant waits for, by tenant."""
+        """clients: counts the streams that a client of a tenant waits for, by tenant. vocab_size: of the model."""
+        self._vocab_size = vocab_size
         self._letters = letters or DeadLetters()
         self._clients = Counter() if clients is None else clients
         self._settings = settings
@@ -461,7 +463,20 @@ class Dispatcher:
             return found
 
         record, rows = await self.ask(question)
+        self._check_outputs(stream, rows)
         self.decoded(stream.request_id, record, lambda found: fill(stream, found, rows))
+
+    def _check_outputs(self, stream: RequestStream, rows: list[tuple[int, Row]]) -> None:
+        """Raise ApiError(500) for tokens of `out`, or log-probabilities, that no scheduler wrote."""
+
+        def check(row: Row) -> Row:
+            check_tokens(row.tokens, self._vocab_size)
+            stream.check_records(row, self._vocab_size)
+            return row
+
+        for _, row in rows:
+            if self._letters.read(self._keys.out(stream.request_id, row.choice), row, check) is None:
+                raise broken_record()
 
     async def prompt_logprobs(self, request_id: str, prompts: int) -> list[bytes]:
         """Return the records of the log-probabilities of each prompt; empty without any. Raise ApiError(503)."""
@@ -672,11 +687,17 @@ class Dispatcher:
 
     def _deliver(self, fields: dict[bytes, bytes]) -> bool:
         """Route an entry. Return whether a handler has to take rows before more come."""
-        return self._route(decode_batch(fields))
+        batch = decode_batch(fields, self._vocab_size)
+        rows = list(rows_of(batch))
+        for request_id, _, row in rows:  # before any is taken
+            stream = self._streams.get(request_id)
+            if stream is not None and (row.logprobs or stream.record_bytes):
+                stream.check_records(row, self._vocab_size)
+        return self._route(rows)
 
-    def _route(self, batch: queue_pb2.TokenBatch) -> bool:
+    def _route(self, rows: list[tuple[str, int, Row]]) -> bool:
         is_crowded = False
-        for request_id, first, row in rows_of(batch):
+        for request_id, first, row in rows:
             stream = self._streams.get(request_id)
             if stream is not None:
                 self._settle(stream, row, first, stream.offer(row, first))
@@ -767,6 +788,7 @@ class Dispatcher:
             stream.fail(taken_over(), cut=True)
             return
         try:
+            self._check_outputs(stream, rows)
             ended = self.decoded(stream.request_id, record, lambda found: ends(found, stream.choices))
             self.decoded(stream.request_id, record, lambda found: (lacks_tokens(stream, found),))
             self.decoded(stream.request_id, record, lambda found: take_cached(stream, found))

@@ -41,7 +41,7 @@ from services.gateway.text.tools.reader import CallPiece, Reader
 from services.gateway.tracing import RequestSpan
 from shared.columns import unpack, unpack_list
 from shared.dead_letters import integer
-from shared.text.logprobs import split_records
+from shared.text.logprobs import check_records, split_records
 
 NOTHING, PREAMBLE = -2, -1
 """Positions before the first token: nothing was sent; what comes before the text was (a role, an echoed prompt)."""
@@ -136,7 +136,8 @@ class RequestStream:
     bound: int = 0
     survives: bool = False
     client: str = ""
-    record_bytes: int = 0  # of each token's log-probabilities
+    record_bytes: int = 0  # of each token's log-probabilities, or vector
+    wanted: int = 0  # Sampling.logprobs; 0 of vectors
     accepted: int = 0  # guesses that were right, and the others
     rejected: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # choice -> prompt tokens that the prefix cache had
@@ -200,6 +201,13 @@ class RequestStream:
             self._rows.append(row)
             self._wake.set()
         return Offer.TAKEN
+
+    def check_records(self, row: Row, vocab_size: int) -> None:
+        """Raise ValueError where the log-probabilities of a row are not those of its tokens, or no worker's."""
+        if len(row.logprobs) != self.record_bytes * len(row.tokens):
+            raise ValueError(f"{len(row.logprobs)} bytes of log-probabilities for {len(row.tokens)} tokens")
+        if self.wanted:
+            check_records(row.logprobs, self.wanted, vocab_size)
 
     def put_aside(self, row: Row, first: int) -> None:
         """Keep a row that came too early, until what is before it was offered."""
@@ -623,6 +631,7 @@ class Generation:
         self.spec = spec
         self.stream = stream
         stream.record_bytes = spec.record_bytes
+        stream.wanted = 0 if spec.pooling else spec.sampling.logprobs
         self._commands = commands
         self._metrics = metrics
         self._started = started
@@ -639,6 +648,7 @@ class Generation:
         prompts = [spec.prompts[index // spec.n] for index in range(spec.choices)]
         self.choices = [ChoiceText(spec, model, prompt, index) for index, prompt in enumerate(prompts)]
         self._text = model.text
+        self._vocab_size = model.vocab_size
         self.vectors = [b""] * spec.choices  # float32, of a request with pooling
         self.logprobs = Logprobs(spec, model.text, self.choices) if spec.record_bytes else None
         self.position = position or Position([NOTHING] * spec.choices)
@@ -673,7 +683,9 @@ class Generation:
         found = PromptLogprobs(spec, self._text, records)
         for prompt in range(len(spec.prompts)):
             reasons = [choice.finish_reason for choice in self.choices[prompt * spec.n : (prompt + 1) * spec.n]]
-            if not found.has(prompt) and "deadline" not in reasons:
+            if found.has(prompt):
+                found.check(prompt, self._vocab_size)
+            elif "deadline" not in reasons:
                 raise broken_record()
         return found
 

@@ -135,7 +135,7 @@ async def result(
     ends = record.get(b"finish", b"").decode("ascii", "replace").split(",")
     if record.get(b"state") != b"finished" or b"delivery" not in record or not _DELIVERED.issuperset(ends):
         return None
-    spec = dispatcher.decoded(request_id, record, partial(GenerationSpec.from_record, request_id))
+    spec = dispatcher.decoded(request_id, record, partial(GenerationSpec.from_record, request_id, model.vocab_size))
     if hold is not None:
         hold(dispatcher.decoded(request_id, record, partial(answer_bytes, spec)))
     stream = RequestStream(request_id, spec.choices)

@@ -144,7 +144,8 @@ class ChatTemplate:
         return self._template is not None
 
     def close(self) -> None:
-        """End the process; another call of `encode` starts it again."""
+        """End the processes; another call of `encode` starts them again."""
+        self._twin.encoders.close()
         if self._template is not None:
             self._template.close()
 

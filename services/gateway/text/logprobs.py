@@ -15,11 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import orjson
 
+from services.gateway.errors import broken_record
 from services.gateway.request import GenerationSpec
 from services.gateway.text.detokenizer import TokenText
-from shared.text.logprobs import TokenLogprobs, prompt_record_bytes, unpack_prompt_records, unpack_records
+from shared.text.logprobs import (
+    TokenLogprobs,
+    check_records,
+    prompt_record_bytes,
+    unpack_prompt_records,
+    unpack_records,
+)
 
 LEAST = -9999.0
 """The log-probability of an impossible token, as OpenAI sends it: JSON has no number for minus infinity."""
@@ -144,6 +152,15 @@ class PromptLogprobs:
         """Return whether every token of a prompt but the first has its record."""
         size = prompt_record_bytes(self._spec.prompt_wanted)
         return len(self._records[prompt]) == size * (len(self._spec.prompts[prompt]) - 1)
+
+    def check(self, prompt: int, vocab_size: int) -> None:
+        """Raise ApiError(500) for records of a prompt that no worker made."""
+        records = np.frombuffer(self._records[prompt], np.uint8)
+        rows = records.reshape(-1, prompt_record_bytes(self._spec.prompt_wanted))
+        try:
+            check_records(rows[:, 4:].tobytes(), self._spec.prompt_wanted, vocab_size)
+        except ValueError as error:
+            raise broken_record() from error
 
     def echoed(self, prompt: int) -> dict[str, list[Any]]:
         """Return `logprobs` of a completion for its echoed prompt; the first token has none."""

@@ -25,10 +25,11 @@ from services.gateway.text.pairs import CrossEncoder, Pairs, judge_of
 from services.gateway.text.reasoning import CHANNEL_WORDS, MARKERS, ChannelIds, is_lookalike, markers_of
 from services.gateway.text.tools.formats import format_of
 from shared.errors import ModelError
+from shared.models.fields import Fields
 from shared.models.gguf.reader import is_gguf
-from shared.models.model_files import has_file, read_bounded
-from shared.text.end_of_text import end_ids
-from shared.text.tokenizer import MOST_ID, load_tokenizer
+from shared.models.model_files import AGAIN, read_bounded, read_json, read_json_if_any
+from shared.text.end_of_text import MOST_ID, end_ids
+from shared.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -55,22 +56,21 @@ class ModelText:
             raise ModelError(
                 f"model directory {directory} does not exist; give a Hugging Face directory or a GGUF file"
             )
-        config = _read_json(directory, "config.json", "a Hugging Face model directory has one")
+        config = read_json(directory / "config.json")
         self._bounded = load_tokenizer(directory / "tokenizer.json")
         self.tokenizer = self._bounded.library
-        tokenizer_config = _read_json(directory, "tokenizer_config.json")
-        config = {**config, **(config.get("text_config") or {})}
+        tokenizer_config = read_json_if_any(directory / "tokenizer_config.json")
+        where = str(directory / "config.json")
+        config = {**config, **Fields(config, where, remedy=AGAIN).fields("text_config")}
+        read = Fields(config, where, remedy=AGAIN)
 
         architecture = _architecture(config)
         self.is_encoder = is_encoder(config)
-        self.max_model_len = _context(directory, config)
+        self.max_model_len = _context(read)
         if self.is_encoder:  # what is pooled counts as a token
-            self.max_model_len += 1 - ENCODER_OFFSETS.get(str(config.get("model_type")), 0)
-        self.vector_size = 0 if architecture in SCORE_ENCODERS else _vector_size(config)
-        self.vocab_size = int(config.get("vocab_size") or self.tokenizer.get_vocab_size())
-        if not 0 < self.vocab_size <= MOST_ID:
-            path = directory / "config.json"
-            raise ModelError(f"{path}: vocab_size is {self.vocab_size}, not from 1 to {MOST_ID}; choose another model")
+            self.max_model_len += 1 - ENCODER_OFFSETS.get(read.text("model_type", ""), 0)
+        self.vector_size = 0 if architecture in SCORE_ENCODERS else _vector_size(read)
+        self.vocab_size = read.integer("vocab_size", self.tokenizer.get_vocab_size(), most=MOST_ID)
         self.text = TokenText(self.tokenizer)
         self.threads = TenantThreads()
         self.grammars = GrammarCheck(directory, self.vocab_size)
@@ -93,11 +93,13 @@ class ModelText:
         """Ids of the marks of thinking, where each is one token."""
         try:
             self.chat = ChatTemplate(source, self._bounded, names, template_timeout_s)
-        except jinja2.TemplateError as error:
-            raise ModelError(f"the chat template of {directory} does not compile: {error}") from error
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ModelError(
+                f"the chat template of {directory} does not compile: {error}; choose another model"
+            ) from error
         self.pairs: Pairs | None = judge_of(architecture, self._bounded, self.chat)
         if architecture in SCORE_ENCODERS:
-            self.pairs = CrossEncoder(config, str(directory / "config.json"), self._bounded)
+            self.pairs = CrossEncoder(config, where, self._bounded)
         self.tasks = self._tasks()
         """What the model is for: the keys of openai/bodies.py, TASKS."""
         self.longest = self.text.longest
@@ -127,7 +129,8 @@ class ModelText:
         return ""
 
     def close(self) -> None:
-        """End the processes that render the chat template and compile grammars; another call starts them again."""
+        """End the processes that encode, render and compile grammars; another call starts them again."""
+        self._bounded.encoders.close()
         self.chat.close()
         self.grammars.close()
 
@@ -174,7 +177,7 @@ _BOUNDS = {
 
 def _defaults(directory: Path) -> SamplingDefaults:
     """Return the sampling that generation_config.json recommends; do_sample has no part in it."""
-    config = _read_json(directory, "generation_config.json")
+    config = read_json_if_any(directory / "generation_config.json")
     found: dict[str, Any] = {}
     for name, (least, most) in _BOUNDS.items():
         value = config.get(name)
@@ -190,10 +193,26 @@ def _defaults(directory: Path) -> SamplingDefaults:
 
 def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+    if path.exists():
+        try:
+            return read_bounded(path, MOST_TEMPLATE_BYTES).decode()
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{path}: not UTF-8: {error}; {AGAIN}") from error
+    path, source = directory / "tokenizer_config.json", config.get("chat_template")
+    if isinstance(source, list) and all(isinstance(entry, dict) for entry in source):
+        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+    if source is not None and not isinstance(source, str):
+        raise ModelError(
+            f"{path}: chat_template is {repr(source)[:60]}, expected a string or a list of objects with `name` and "
+            f"`template`; {AGAIN}"
+        )
+    if source is not None and len(source.encode()) > MOST_TEMPLATE_BYTES:
+        raise ModelError(f"{path}: chat_template has more than {MOST_TEMPLATE_BYTES} bytes; choose another model")
     return source
+
+
+MOST_TEMPLATE_BYTES = 1 << 20
+"""Of a chat template. Those of models have 30 kB at most."""
 
 
 CONTEXTS = {"bloom": 2048, "gemma3_text": 131072}
@@ -221,35 +240,19 @@ def _architecture(config: dict[str, Any]) -> str:
     return str(names[0]) if isinstance(names, list) and names else str(names)
 
 
-def _context(directory: Path, config: dict[str, Any]) -> int:
+def _context(read: Fields) -> int:
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
-        value = config.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
-    if (kind := config.get("model_type")) in CONTEXTS:
+        if read.raw.get(name) is not None:
+            return read.integer(name)
+    if (kind := read.text("model_type", "")) in CONTEXTS:
         return CONTEXTS[kind]
-    raise ModelError(f"{directory / 'config.json'} has no max_position_embeddings")
+    return read.integer("max_position_embeddings")
 
 
-def _vector_size(config: dict[str, Any]) -> int:
+def _vector_size(read: Fields) -> int:
     """Return the numbers of a row of the last layer; 0 where config.json does not say."""
-    found = (config.get(name) for name in ("hidden_size", "n_embd", "n_embed"))
-    return next((size for size in found if isinstance(size, int) and size > 0), 0)
-
-
-def _read_json(directory: Path, name: str, required: str | None = None) -> dict[str, Any]:
-    path = directory / name
-    if not has_file(path):
-        if required:
-            raise ModelError(f"{path} is missing; {required}")
-        return {}
-    try:
-        value = orjson.loads(read_bounded(path))
-    except orjson.JSONDecodeError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is no JSON object")
-    return value
+    names = ("hidden_size", "n_embd", "n_embed")
+    return next((read.integer(name, least=0) for name in names if read.raw.get(name) is not None), 0)
 
 
 def _info(config: dict[str, Any], names: dict[str, str], template: str | None) -> dict[str, str | None]:

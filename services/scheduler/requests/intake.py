@@ -27,7 +27,7 @@ from shared.models.adapters import DIGEST_BYTES
 from shared.redis_client import BLOCK_MS, GONE, HIGHEST_ID, WRONG_TYPE, Scripts, Value
 from shared.text.logprobs import prompt_record_bytes
 from shared.text.logprobs import wrong_number as wrong_logprobs
-from shared.token_batches import decode_batch
+from shared.token_batches import MOST_VOCABULARY, check_tokens, decode_batch
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -443,6 +443,5 @@ def _tokens(stored: bytes | None) -> Int32:
     if not stored:
         return EMPTY
     tokens = np.frombuffer(stored[: len(stored) // 4 * 4], dtype="<i4")
-    if tokens.size and int(tokens.min()) < 0:
-        raise ValueError("a negative token id")
+    check_tokens(tokens.tolist(), MOST_VOCABULARY)
     return tokens

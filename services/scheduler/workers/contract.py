@@ -18,6 +18,7 @@ from services.scheduler.core.types import DECODE, PREFILL, Int32, StepResult
 from shared.errors import ProtocolError
 from shared.keys import EPOCHS
 from shared.run_socket import is_name
+from shared.token_batches import MOST_VOCABULARY
 
 BOUNDS = {
     "block_size": (1, 1 << 20),
@@ -28,7 +29,7 @@ BOUNDS = {
     "max_input_tokens": (0, 1 << 24),
     "max_output_tokens": (0, 1 << 24),
     "max_step_tokens": (1, 1 << 20),
-    "vocab_size": (1, 1 << 24),
+    "vocab_size": (1, MOST_VOCABULARY),
     "stages": (0, 64),
     "largest_step_ms": (0, 600_000),
     "block_bytes": (0, 1 << 40),

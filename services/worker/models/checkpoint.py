@@ -24,8 +24,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from services.worker.models.fields import read_json
 from shared.errors import ModelError
+from shared.models.model_files import read_bounded, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -187,7 +187,7 @@ class Checkpoint(Source):
 
         The samples are the numbers of each tensor in three places (`SAMPLE_BYTES`).
         """
-        digest = hashlib.sha256((self.model / "config.json").read_bytes())
+        digest = hashlib.sha256(read_bounded(self.model / "config.json"))
         for file, size in sorted(self._sizes.items()):
             digest.update(f"{file} {size}\n".encode())
             with (self.model / file).open("rb", buffering=0) as source:
@@ -235,7 +235,7 @@ class Dummy(Source):
         return []
 
     def fingerprint(self) -> str:
-        return "dummy-" + hashlib.sha256((self.model / "config.json").read_bytes()).hexdigest()[:10]
+        return "dummy-" + hashlib.sha256(read_bounded(self.model / "config.json")).hexdigest()[:10]
 
 
 def open_weights(

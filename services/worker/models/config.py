@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.worker.models.fields import Fields, read_json
 from services.worker.models.registry import FAMILIES, ExpertNames, Family
 from services.worker.models.stored import Stored, read_stored, stored_of_gguf
 from shared.errors import ConfigurationError, ModelError
+from shared.models.fields import Fields
 from shared.models.gguf.config import biases_of, config_of, rope_factors
 from shared.models.gguf.reader import GgufFile, is_gguf, open_gguf
+from shared.models.model_files import read_json
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 4096

@@ -18,12 +18,13 @@ from torch import Tensor
 from kernels.ops import AnyOps, Batch, Cache, Float32, Int32, Int64, Prepared
 from services.worker.models.checkpoint import Source
 from services.worker.models.config import DecoderConfig
-from services.worker.models.fields import Fields, read_json
 from services.worker.models.layers import Attention, Mlp, PositionTables
 from services.worker.models.weights import WeightLoader, shard_of
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization.base import LinearMethod
 from shared.errors import ModelError
+from shared.models.fields import Fields
+from shared.models.model_files import read_json
 
 MEAN, CLS = "mean", "cls"
 LEAST_LENGTH = 1e-12

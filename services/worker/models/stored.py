@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.worker.models.fields import LARGEST, Fields
 from shared.errors import ModelError
+from shared.models.fields import LARGEST, Fields
 from shared.models.gguf.reader import GgufFile
 
 BITS = (4, 8)

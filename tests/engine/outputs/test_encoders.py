@@ -174,7 +174,7 @@ def module(name: str, path: str = "1_Pooling") -> dict[str, str]:
 @pytest.mark.parametrize(
     ("modules", "pooling", "problem"),
     [
-        ({}, {}, "holds no JSON list"),
+        ({}, {}, "no JSON list"),
         ([module("Transformer"), module("Pooling"), module("Dense")], {}, "Dense'] are not supported"),
         ([module("Transformer"), module("Pooling", "../x")], {}, "path '../x' of Pooling is no folder"),
         (None, {"pooling_mode_max_tokens": True}, "pooling max_tokens is not supported"),

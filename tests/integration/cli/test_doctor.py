@@ -121,6 +121,19 @@ def test_missing_tools_fail_with_the_command_to_install(tmp_path: Path, monkeypa
     assert redis.status == "fail" and "apt-get install redis-server" in redis.fix
 
 
+def test_redis_with_known_faults_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_redis(GatewaySettings()).status == "ok"  # the bundled one
+    monkeypatch.setattr(redis_server, "bundled_binary", lambda: None)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    server = tmp_path / "redis-server"
+    for version, status in (("7.4.5", "warn"), ("7.4.6", "ok")):
+        server.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=0'\n")
+        server.chmod(0o755)
+        line = doctor.check_redis(GatewaySettings())
+        assert line.status == status and f"{version} ({server})" in line.detail
+        assert ("CVE-2025-49844" in line.detail) == (status == "warn")
+
+
 def test_image_with_kernels_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "PREBUILT", tmp_path)

@@ -78,16 +78,21 @@ def test_redis_without_memory_is_503(gateway: GatewayProcess, scheduler: Scripte
     gateway.wait_ready()
 
 
-def test_limits_of_a_worker_bound_the_gateway(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    key = gateway.keys.worker("worker-0")
+def test_limits_of_the_statistics_bound_the_gateway(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+    key = gateway.keys.stats(scheduler.shard)
+    foreign = gateway.keys.worker("x")  # no worker writes these fields there
     scheduler.client.hset(key, mapping={"max_model_len": 100, "max_input_tokens": 40, "max_output_tokens": 20})
+    scheduler.client.hset(foreign, mapping={"max_model_len": 50, "max_input_tokens": 1, "max_output_tokens": 1})
+    scheduler.client.zadd(gateway.keys.workers, {"x": 1})
     try:
+        until("the record is seen", lambda: gateway.metric("orcinus_stack_workers") == 2)
         until("the limit is known", lambda: max_model_len(gateway) == 100)
         long = gateway.post("/v1/completions", {"prompt": [5] * 41})
         wide = gateway.post("/v1/completions", {"prompt": [5], "max_tokens": 21})
         assert ("at most 40" in long.text, "at most 20" in wide.text) == (True, True)
     finally:
         scheduler.client.hdel(key, "max_model_len", "max_input_tokens", "max_output_tokens")
+        scheduler.client.delete(foreign)
     until("the limit is gone", lambda: max_model_len(gateway) == CONTEXT)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import stat
 import subprocess
 import tempfile
@@ -88,31 +88,61 @@ def test_forged_record_of_a_socket_directory_deletes_nothing(tmp_path: Path) -> 
     assert precious.exists()
 
 
-def test_server_on_the_path_precedes_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundled_server_precedes_those_of_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     valkey = executable(tmp_path / "valkey-server")
+    assert find_binary() == redis_server.bundled_binary() is not None
+    monkeypatch.setattr(redis_server, "bundled_binary", lambda: None)
     assert find_binary() == valkey
     installed = executable(tmp_path / "redis-server")
     assert find_binary() == installed
 
 
-def test_bundled_server_is_used_without_another_and_alone_opens_its_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = os.environ["PATH"]
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_binary() == redis_server.bundled_binary() is not None
+def test_server_is_one_that_reads_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(configure(tmp_path)) as connection:
         assert connection.info("server")["valkey_version"].startswith("9.")
         connection.set("kept", "yes")
-    monkeypatch.setenv("PATH", f"{executable(tmp_path / 'redis-server').parent}:{path}")
-    assert find_binary() == tmp_path / "redis-server"
     with running(configure(tmp_path)) as connection:
         assert connection.get("kept") == b"yes"
     monkeypatch.setattr(redis_server, "bundled_binary", lambda: None)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with pytest.raises(ConfigurationError, match="written by Valkey, which Redis cannot read; install valkey-server"):
         configure(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="no Redis here")
+def test_bundled_server_goes_on_with_the_data_of_a_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(redis_server, "bundled_binary", lambda: None)
+        with running(configure(tmp_path)) as connection:
+            assert "valkey_version" not in connection.info("server")
+            connection.set("kept", "yes")
+    with running(configure(tmp_path)) as connection:
+        assert "valkey_version" in connection.info("server")
+        assert connection.get("kept") == b"yes"
+
+
+def test_data_of_a_newer_redis_needs_that_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tmp_path / "redis" / "appendonlydir" / "appendonly.aof.1.base.rdb"
+    base.parent.mkdir(parents=True)
+    base.write_bytes(b"REDIS0012" + b"x")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="written by a newer Redis, which Valkey cannot read; install redis-s"):
+        configure(tmp_path)
+    installed = executable(tmp_path / "redis-server")
+    assert configure(tmp_path).binary == installed
+
+
+@pytest.mark.parametrize(
+    ("version", "is_valkey", "mended"),
+    [
+        ("6.2.19", False, False), ("6.2.20", False, True), ("7.0.15", False, False), ("7.2.10", False, False),
+        ("7.4.6", False, True), ("8.0.3", False, False), ("8.2.2", False, True), ("8.4.0", False, True),
+        ("Valkey 8.1.3", True, False), ("Valkey 8.1.4", True, True), ("9.1.2", True, True), ("9.0", True, True),
+    ],
+)  # fmt: skip
+def test_version_with_known_faults_is_told(version: str, is_valkey: bool, mended: bool) -> None:
+    assert redis_server.is_mended(version, is_valkey) == mended
 
 
 def test_missing_redis_is_an_error_with_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,12 +68,17 @@ class TokenStack:
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def check_alive(self) -> None:
-        """Raise AssertionError if a service has ended by itself."""
+    def check_alive(self, leads_anew: bool = False) -> None:
+        """Raise AssertionError if a service has ended by itself. leads_anew: a scheduler may, as its lease was changed;
+        another one starts.
+        """
         assert self._scheduler is not None
-        assert self._scheduler.poll() is None, (
-            f"the scheduler ended with {self._scheduler.poll()}:\n{self.log()[-4000:]}"
-        )
+        ended = self._scheduler.poll()
+        if leads_anew and ended == 1:
+            self.redis.client.delete(self.keys.lease("shard-0"))  # as if it had run out
+            self.start_scheduler()
+        else:
+            assert ended is None, f"the scheduler ended with {ended}:\n{self.log()[-4000:]}"
         assert self.gateway.process is not None
         assert self.gateway.process.poll() is None, f"the gateway ended:\n{self.gateway.log()[-4000:]}"
 

@@ -16,6 +16,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from shared.processes import jail
+from shared.processes.jail import allocator
 from shared.text import grammar_process, grammars
 from shared.text.grammar_process import (
     BEGIN,
@@ -26,7 +27,6 @@ from shared.text.grammar_process import (
     MEMORY_BYTES,
     MOST_FORCED,
     GrammarProcess,
-    _allocator,
     _answer,
     _Followed,
     read_masks,
@@ -283,7 +283,7 @@ def small(model: Path) -> _Followed:
     grammars_of_model = Grammars(model, VOCAB)
     grammars_of_model.fresh(PATTERN)
     gc.collect()  # what tests before left, freed later, would be room for more
-    return _Followed(grammars_of_model, _allocator()[0]() + (3 << 20))
+    return _Followed(grammars_of_model, allocator()[0]() + (3 << 20))
 
 
 def another(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,11 @@ VERSION = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 def body_of(gateway: GatewayProcess, **fields: object) -> bytes:
     return json.dumps({"model": gateway.name, "prompt": "x", **fields}).encode()
+
+
+def dead_keys(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> set[str]:
+    rows: Any = scheduler.client.xrange(gateway.keys.dead)
+    return {fields[b"key"].decode() for _, fields in rows}
 
 
 def until_idle(gateway: GatewayProcess) -> None:
@@ -222,6 +228,38 @@ def test_broken_entry_in_the_stream_is_skipped(gateway: GatewayProcess, schedule
         scheduler.client.xadd(gateway.keys.tokens(claimed.request.gateway), entry)
     scheduler.serve(claimed, [50, 51])
     assert stream.join().tokens() == [50, 51]
+
+
+@pytest.mark.parametrize("token", [-1, 100_000])
+def test_token_outside_the_vocabulary_becomes_no_text(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, token: int
+) -> None:
+    """In an entry it is skipped, and its neighbours come all the same; in the record it ends the request."""
+    stream, claimed = streamed(gateway, scheduler)
+    other, beside = streamed(gateway, scheduler)
+    entry = scheduler.batch([Line(beside.id, 0, [60]), Line(claimed.id, 0, [token], finish=LENGTH)])
+    scheduler.client.xadd(gateway.keys.tokens(claimed.request.gateway), {"b": entry.SerializeToString()})
+    scheduler.serve(beside, [60, 61])
+    assert other.join().tokens() == [60, 61]
+    scheduler.publish(Line(claimed.id, 0, [50, token], finish=LENGTH), to_stream=False)
+    scheduler.end(claimed, [[50, token]], [LENGTH])
+    stream.join()
+    assert ((stream.error or {}).get("code"), stream.tokens()) == ("record_lost", [])
+    sources = {gateway.keys.tokens(claimed.request.gateway), gateway.keys.out(claimed.id, 0)}
+    until("both are in `dead`", lambda: sources <= dead_keys(gateway, scheduler))
+
+
+@pytest.mark.parametrize(
+    ("token", "value", "count"), [(100_000, -0.5, 1), (-2, -0.5, 1), (50, float("nan"), 1), (50, -0.5, 0)]
+)
+def test_logprobs_that_no_worker_made_end_the_request(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, token: int, value: float, count: int
+) -> None:
+    stream, claimed = streamed(gateway, scheduler, logprobs=1)
+    record = pack_record(value, np.array([token]), np.array([-0.5]))
+    scheduler.publish(Line(claimed.id, 0, [50], finish=LENGTH, logprobs=[record] * count))
+    scheduler.end(claimed, [[50]], [LENGTH])
+    assert (stream.join().error or {}).get("code") == "record_lost"
 
 
 def test_request_that_ends_while_the_gateway_sleeps_is_delivered(

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from protos import queue_pb2
 from services.gateway.delivery.stream import ChoiceText
-from services.gateway.request import CHANNELS, FRAMED, THINKING, UNDECIDED, VERSION, ToolUse
+from services.gateway.request import CHANNELS, FRAMED, THINKING, UNDECIDED, VERSION, GenerationSpec, ToolUse
 from services.gateway.text.reasoning import MARKERS
+from shared.columns import pack
 from tests.support.generations import model, spec, stored
 from tests.unit.gateway.text.test_reasoning import CALLS, HEAD, NEXT
 
@@ -50,3 +52,21 @@ def test_record_tells_the_same_while_its_version_is_the_same() -> None:
     digest = hashlib.sha256(repr([told(*record) for record in RECORDS]).encode()).hexdigest()
     if TOLD.get(VERSION) != digest:
         pytest.fail(f"records of version {VERSION} tell something else: raise VERSION in request.py; TOLD: {digest}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"prompt_tails": [pack([50, -1])]}, "token -1 is outside the vocabulary"),
+        ({"prompt_tails": [pack([50, 1 << 20])]}, "token 1048576 is outside the vocabulary"),
+        ({"logprobs": 1000}, "logprobs: 999 tokens"),
+        ({"prompt_logprobs": 1000}, "prompt_logprobs: 999 tokens"),
+    ],
+)
+def test_record_that_no_gateway_wrote_is_refused(changes: dict[str, Any], said: str) -> None:
+    written = queue_pb2.Delivery.FromString(spec(endpoint="chat").to_delivery(lambda prompt, _: list(prompt)))
+    for name in changes:
+        written.ClearField(name)
+    written.MergeFrom(queue_pb2.Delivery(**changes))
+    with pytest.raises(ValueError, match=said):
+        GenerationSpec.from_record("cmpl-1", model().vocab_size, {b"delivery": written.SerializeToString()})

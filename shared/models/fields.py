@@ -1,15 +1,14 @@
-"""Read JSON of a model directory, each field with a type and bounds.
+"""Read the fields of a model's JSON files, each with a type and bounds.
 
-No value of a file reaches the arithmetic unchecked. Imports no torch: `orcinus up` reads before anything starts.
+No value of a file (`model_files.read_json`) is used unchecked. Imports no torch: `orcinus up` reads before anything
+starts.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from shared.errors import ModelError
 
@@ -81,31 +80,3 @@ class Fields:
     @property
     def _remedy(self) -> str:
         return f"; {self.remedy}" if self.remedy else ""
-
-
-JSON_BYTES = 64 << 20
-"""Bound of a JSON file of a model directory; the index of the largest models has a few MB."""
-
-
-JsonT = TypeVar("JsonT", dict[str, Any], list[Any])
-
-
-@overload
-def read_json(path: Path) -> dict[str, Any]: ...
-@overload
-def read_json(path: Path, kind: type[JsonT]) -> JsonT: ...
-def read_json(path: Path, kind: type[Any] = dict) -> Any:
-    """Read a JSON object, or a list, from a file of the model directory. Raise ModelError."""
-    try:
-        if path.exists() and not path.is_file():
-            raise ModelError(f"{path}: no regular file; replace it with the file of the model")
-        if (size := path.stat().st_size) > JSON_BYTES:
-            raise ModelError(f"{path}: {size} bytes, more than {JSON_BYTES}; replace it with the file of the model")
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing: MODEL must name a Hugging Face model directory") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, kind):
-        raise ModelError(f"{path} holds no JSON {'object' if kind is dict else 'list'}")
-    return value
