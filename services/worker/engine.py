@@ -50,6 +50,7 @@ from services.worker.quantization.base import LinearMethod
 from services.worker.slots import SCORE, VECTOR, Chunks, ScoredTokens, SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
+from shared import handshake
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.ids import identity
@@ -252,6 +253,7 @@ class Engine:
         shape = self.cache.shape
         return worker_pb2.WorkerInfo(
             id=self.settings.worker_id,
+            version=handshake.version(),
             identity=self.identity,
             model=self.settings.served_model_name,
             model_hash=self.model_hash,

@@ -229,7 +229,7 @@ class Fleet:
 
     async def serve(self, worker: Registration) -> None:
         """Lead one Run: dial the worker, run its loop, and close the link."""
-        link = WorkerLink(worker, self._settings)
+        link = WorkerLink(worker, self._settings, self._workers.token)
         try:
             try:
                 limits = await link.open(self._context.core.needed_tiers)

@@ -20,6 +20,7 @@ from services.scheduler.workers.contract import check_info
 from services.scheduler.workers.registry import Registration
 from services.scheduler.workers.run_call import RunCall
 from services.scheduler.workers.wire import limits_from_wire
+from shared import handshake
 from shared.errors import ProtocolError
 from shared.security.channels import aio_channel, channel_credentials
 from shared.settings import SchedulerSettings
@@ -63,7 +64,9 @@ class StaleEpochError(WorkerLostError):
 class WorkerLink:
     """A Run with one worker: `open` it, then `send` steps and iterate `results` until it ends."""
 
-    def __init__(self, worker: Registration, settings: SchedulerSettings) -> None:
+    def __init__(self, worker: Registration, settings: SchedulerSettings, token: str) -> None:
+        """token: of the shard's lease."""
+        self._token = token
         self.worker = worker
         self.epoch = worker.epoch
         self._shard = settings.shard
@@ -92,7 +95,9 @@ class WorkerLink:
             )
         local = await RunCall.connect(self.info.run_socket) if self.info.run_socket else None
         self._call = local or self._stub.Run()
-        hello = worker_pb2.Hello(shard=self._shard, takes_late=True, kept=kept())
+        hello = worker_pb2.Hello(
+            shard=self._shard, takes_late=True, kept=kept(), version=handshake.version(), token=self._token
+        )
         await self._write(worker_pb2.Step(epoch=self.epoch, hello=hello))
         info = self.info
         log.info(
