@@ -72,6 +72,7 @@ class WorkerLink:
         self._shard = settings.shard
         self._model = settings.served_model_name
         self._speculate = settings.speculate
+        self._mixed_numerics = settings.mixed_numerics
         self._channel = aio_channel(worker.address, channel_credentials(settings), OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._call: grpc.aio.StreamStreamCall | RunCall | None = None
@@ -110,7 +111,7 @@ class WorkerLink:
             info.block_size,
             info.host_blocks,
         )
-        return limits_from_wire(info, self._speculate, self.epoch)
+        return limits_from_wire(info, self._speculate, self.epoch, self._mixed_numerics)
 
     async def send(self, step: worker_pb2.Step) -> None:
         """Send a step. Raises AioRpcError, or ProtocolError when the stream has ended."""
