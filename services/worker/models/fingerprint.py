@@ -17,7 +17,7 @@ from pathlib import Path
 from shared.errors import ModelError
 
 DIGITS = 32
-LEAF_BYTES = 64 << 20
+LEAF_BYTES = 8 << 20
 """Bytes with a digest of their own; the fingerprint is the digest of these, so that threads can share a tensor."""
 READ_BYTES = 1 << 20
 MOST_THREADS = 4
@@ -28,7 +28,7 @@ Span = tuple[Path, int, int]
 
 
 class Fingerprint:
-    """Begins at once; `result` waits. The threads end with the process."""
+    """Begins at once; `result` does what is left. The threads end with the process."""
 
     def __init__(self, head: bytes, spans: Iterable[Span], threads: int = 1) -> None:
         """head: what decides the numbers besides those of the tensors: settings, names, types and shapes. threads: at
@@ -42,21 +42,25 @@ class Fingerprint:
             self._left.put(numbered)
         self._errors: list[Exception] = []
         count = min(threads, MOST_THREADS, len(leaves))
-        self._threads = [threading.Thread(target=self._run, name="fingerprint", daemon=True) for _ in range(count)]
+        self._threads = [threading.Thread(target=self._run_aside, name="fingerprint", daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
     def result(self) -> str:
         """Return DIGITS hex digits. Raise ModelError where a file cannot be read."""
+        self._run()  # threads of a low priority may wait for long on a busy machine
         for thread in self._threads:
             thread.join()
         if self._errors:
             raise ModelError(f"the weights could not be read again for their digest: {self._errors[0]}")
         return hashlib.sha256(hashlib.sha256(self._head).digest() + b"".join(self._digests)).hexdigest()[:DIGITS]
 
-    def _run(self) -> None:
+    def _run_aside(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # a thread has a priority of its own on Linux alone
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        self._run()
+
+    def _run(self) -> None:
         buffer = memoryview(bytearray(READ_BYTES))
         while not self._errors:
             try:
