@@ -42,7 +42,7 @@ class Fingerprint:
             self._left.put(numbered)
         self._errors: list[Exception] = []
         count = min(threads, MOST_THREADS, len(leaves))
-        self._threads = [threading.Thread(target=self._run_aside, name="fingerprint", daemon=True) for _ in range(count)]
+        self._threads = [threading.Thread(target=self._run_aside, daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
