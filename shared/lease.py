@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.errors import LeaseLostError
+from shared.handshake import digest_of
 from shared.keys import Keys
 from shared.redis_client import LIVE_TTL_MS, Script, Scripts, Unavailable, Value, persist
 
@@ -31,7 +32,8 @@ class Lease:
         self._keys = [keys.lease(shard), keys.epoch, keys.shard_epoch(shard)]
         self._shard = shard
         self._lease_ms = lease_ms
-        self._token = ""
+        self.token = ""
+        """Of this process alone: the lease in Redis holds its digest, by which workers know the holder."""
         self.epoch = 0
 
     @property
@@ -42,7 +44,7 @@ class Lease:
     @property
     def text(self) -> str:
         """Return what the lease holds in Redis while it is this one's, the first word of fenced scripts."""
-        return f"{self.epoch}:{self._token}" if self._token else str(self.epoch)
+        return f"{self.epoch}:{digest_of(self.token)}" if self.token else str(self.epoch)
 
     async def acquire(self, stopping: Callable[[], bool]) -> int:
         """Wait for the shard and return the new epoch. Raises CancelledError when `stopping` turns true."""
@@ -59,9 +61,9 @@ class Lease:
 
     async def take(self) -> bool:
         """Take the shard if it is free; return whether it was."""
-        token = secrets.token_hex(8)
-        self.epoch = int(await self._run("acquire", 0, token))
-        self._token = token
+        token = secrets.token_hex(16)
+        self.epoch = int(await self._run("acquire", 0, digest_of(token)))
+        self.token = token
         return self.epoch > 0
 
     async def _run(self, verb: str, held: Value, token: str = "") -> Any:

@@ -79,7 +79,7 @@ class Snapshot:
 
     @property
     def is_served(self) -> bool:
-        """Whether a scheduler leads a worker."""
+        """Whether a scheduler leads a worker that has a record."""
         # The record of a worker that hangs runs out before its scheduler gives it up.
         return bool(self.workers) and any(number(stats.get("workers")) for stats in self.led)
 
@@ -290,14 +290,12 @@ class Cluster:
         return ""
 
     def reason_unserved(self) -> str:
-        """Return an empty text when the model has a scheduler and a worker, as of the last look."""
+        """Return an empty text when a scheduler leads a worker of the model, as of the last look."""
         if self.snapshot is None or not self.snapshot.leases:
             return "no scheduler is alive"
-        if self.snapshot.placement is not None:
-            return ""  # it has its turn
-        if not self.snapshot.workers and not any(number(stats.get("workers")) for stats in self.snapshot.led):
-            return "no worker is registered"
-        return ""
+        if self.snapshot.placement is not None or self.snapshot.is_served:
+            return ""  # a placed model has its turn
+        return "no worker is linked to a scheduler" if self.snapshot.workers else "no worker is registered"
 
     @property
     def is_silent(self) -> bool:

@@ -130,7 +130,15 @@ class Service:
         self.quarantine = Quarantine(self.core, self._end_as_dead, self._end)
         self._shards = Shards(self._redis, self.keys, settings.shard, settings.lease_ms, self._letters)
         self.handover = RequestHandover(
-            self._scripts, self.keys, settings.shard, self.lease, self.core, self._publisher, entries, self.forget
+            self._scripts,
+            self.keys,
+            settings.shard,
+            self.lease,
+            self.core,
+            self._publisher,
+            entries,
+            self.forget,
+            self._end,
         )
         self.claims = Claims(
             self._intake,

@@ -7,6 +7,7 @@ submitted while the one before it is computed: one thread submits, one finishes,
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import threading
 import time
@@ -40,6 +41,7 @@ from services.worker.models.checkpoint import Progress, Source, open_weights
 from services.worker.models.config import DecoderConfig, load_config, rank_config
 from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.models.encoder import normalized
+from services.worker.models.fingerprint import Fingerprint
 from services.worker.models.gguf import GgufWeights
 from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
@@ -48,6 +50,7 @@ from services.worker.quantization.base import LinearMethod
 from services.worker.slots import SCORE, VECTOR, Chunks, ScoredTokens, SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
+from shared import handshake
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.ids import identity
@@ -102,13 +105,14 @@ class Engine:
             weights = open_weights(settings.model, settings.load_format, progress)
         check_matrices(config, weights, method)
         self.config = config
-        self.model_hash = weights.fingerprint()
+        head, spans = weights.head(), weights.spans()
+        fingerprint = Fingerprint(head, spans, max(1, torch.get_num_threads() // 2))
         with room_for("the kernels", "use a smaller model"):
             self.ops, self.dtype = choose(settings, rank_config(config, self.parallel.tp, self.parallel.pp))
         self._numerics_of_format = method.numerics(self.ops, self.dtype)
         has_adapters = "no" if self.adapter_dir is None else "an"  # each host may have the folder elsewhere
         self.parallel.demand_same(
-            f"{self.model_hash} {self.numerics} --block-size {settings.block_size} "
+            f"{hashlib.sha256(head).hexdigest()} {self.numerics} --block-size {settings.block_size} "
             f"--max-seqs {settings.max_seqs} --max-step-tokens {settings.max_step_tokens} {self.lengths} "
             f"{has_adapters} --adapter-dir --max-loras {settings.max_loras} --max-lora-rank {settings.max_lora_rank}"
         )
@@ -130,6 +134,7 @@ class Engine:
         self._plan_memory()
         with room_for("the largest step", "lower --max-step-tokens, --max-seqs or --kv-memory-fraction"):
             self._compile()
+        self.model_hash = weights.prefix + fingerprint.result()
         if settings.step_log is not None and self.parallel.is_leader:
             self._step_log = StepLog(settings.step_log)
 
@@ -249,6 +254,7 @@ class Engine:
         shape = self.cache.shape
         return worker_pb2.WorkerInfo(
             id=self.settings.worker_id,
+            version=handshake.version(),
             identity=self.identity,
             model=self.settings.served_model_name,
             model_hash=self.model_hash,

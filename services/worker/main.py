@@ -77,12 +77,12 @@ def lead(settings: WorkerSettings, place: Place | None, stopping: SignalHandler)
             ranks.connect(engine.info(), MEET_S)
         engine.grammars.when_ended(metrics.grammars_ended.inc)
         stopping.serving(lambda: (hurry if stop.is_set() else stop).set())
-        server.serve(engine, metrics.step, ranks)
         address = settings.advertise or server.address
         log.info("ready: %s listens on %s", settings.worker_id, address)
         registration = Registration(
             settings, record(engine, address), lambda: server.last_step_id, stop.set, engine.grammars.figures
         )
+        server.serve(engine, registration.refusal, metrics.step, ranks)
         registration.start()
         stop.wait()
         log.info("draining: the steps under way are answered, then the scheduler goes elsewhere")

@@ -18,6 +18,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from protos import worker_pb2
+from shared.handshake import wrong_run
 from shared.settings import WorkerSettings
 from shared.telemetry.process_usage import ProcessUsage
 
@@ -46,6 +48,7 @@ class Registration:
         fields, of each heartbeat.
         """
         self._figures = figures
+        self._keys = settings.keys
         self._id = settings.worker_id
         self._workers = settings.keys.workers
         self._key = settings.keys.worker(settings.worker_id)
@@ -69,6 +72,21 @@ class Registration:
         self._usage = ProcessUsage()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="registration", daemon=True)
+
+    def refusal(self, first: worker_pb2.Step, is_known: bool) -> str:
+        """Return why Redis does not let a Run begin with this step; empty where it does. For any thread.
+
+        is_known: as of `wrong_run`.
+        """
+        try:
+            with self._redis.pipeline(transaction=False) as pipe:
+                pipe.hget(self._key, "shard")
+                pipe.hget(self._key, "run")
+                pipe.get(self._keys.lease(first.hello.shard))
+                shard, run, lease = pipe.execute()
+        except (redis.RedisError, OSError) as error:
+            return f"lease: Redis does not say which shard may begin a Run: {self._why(error)}; retry when it answers"
+        return wrong_run(first, shard, run, lease, is_known)
 
     def start(self) -> None:
         """Begin to register; a Redis that is not there is waited for."""

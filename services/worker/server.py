@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,15 +23,21 @@ from services.worker.parallel.leader import Ranks
 from services.worker.pipeline import Item, Observer, Pipeline, Results, RunState
 from services.worker.run_server import RefusedError, RunServer
 from shared.errors import ConfigurationError
+from shared.handshake import wrong_version
 from shared.keys import EPOCHS
 
 log = logging.getLogger("orcinus.worker")
 
 MESSAGE_BYTES = 64 << 20
 HANDLERS = 16  # Run holds one for as long as it lasts; Describe and health checks need others
+TCP_IS_OFF = (
+    "run over TCP: off where the worker has a Unix socket; start scheduler and worker as one user, or set "
+    "ORCINUS_ADVERTISE of the worker to its address"
+)
 DRAIN_S = 5.0
 HURRY_S = 0.1
 SERVICE = "orcinus.worker.v1.Worker"
+Refusal = Callable[[worker_pb2.Step, bool], str]
 OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -50,8 +57,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     def __init__(
         self, listen: str, credentials: grpc.ServerCredentials | None = None, run_socket: bool = False
     ) -> None:
-        """run_socket: whether to take a Run over a Unix socket as well, where the system has abstract addresses."""
+        """run_socket: whether to take Runs over a Unix socket and not over TCP, where there are abstract addresses."""
         self._engine: Engine | None = None
+        self.refusal: Refusal = lambda *_: "the worker is still loading its model"  # as of `serve`
         self._lock = threading.Lock()
         self._current: RunState | None = None
         self._draining = False
@@ -63,6 +71,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self._server = grpc.server(ThreadPoolExecutor(HANDLERS, "grpc"), options=OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._is_mutual = credentials is not None
         self.address = self._bind(listen, credentials)
         self._local = self._local_server() if run_socket else None
         self._server.start()
@@ -72,11 +81,16 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         """Return the latest step that was answered."""
         return self._pipeline.last_step_id
 
-    def serve(self, engine: Engine, observe: Observer | None = None, ranks: Ranks | None = None) -> None:
+    def serve(
+        self, engine: Engine, refusal: Refusal, observe: Observer | None = None, ranks: Ranks | None = None
+    ) -> None:
         """Answer with this engine, which is loaded and warm.
 
-        observe: gets each result and its step's chunks. ranks: the other ranks of this replica, connected.
+        refusal: returns why the first message of a Run may not begin it, or an empty text; it learns whether the peer
+        is known without a token, by its user or its certificate. observe: gets each result and its step's chunks.
+        ranks: the other ranks of this replica, connected.
         """
+        self.refusal = refusal
         self._engine = engine
         self._pipeline.start(engine, observe, ranks, together=ranks is not None)
         for service in ("", SERVICE):
@@ -126,7 +140,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     ) -> Iterator[worker_pb2.Result]:
         results: queue.SimpleQueue[worker_pb2.Result | None] = queue.SimpleQueue()
         try:
-            run = self._begin(next(request_iterator, None), results)
+            if self._local is not None:
+                raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, TCP_IS_OFF)
+            run = self._begin(next(request_iterator, None), results, self._is_mutual)
         except RefusedError as error:
             context.abort(error.code, error.details)
             return  # not reached: abort raises
@@ -154,7 +170,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
 
     def _local_server(self) -> RunServer | None:
         try:
-            return RunServer(self._begin, self._read)
+            return RunServer(partial(self._begin, is_known=True), self._read)
         except (AttributeError, OSError) as error:  # another system than Linux
             log.info("no Unix socket for Runs: %s", error)
             return None
@@ -164,7 +180,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             raise RefusedError(grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model")
         return self._engine
 
-    def _begin(self, first: worker_pb2.Step | None, results: Results) -> RunState:
+    def _begin(self, first: worker_pb2.Step | None, results: Results, is_known: bool) -> RunState:
         """Make a Run the current one by its first message; the older one ends. Raise RefusedError."""
         self._ready_engine()
         if first is None or not first.HasField("hello"):
@@ -172,6 +188,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         if first.epoch >= EPOCHS:
             details = f"epoch: {first.epoch} is not below {EPOCHS}; take it from Redis"
             raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, details)
+        theirs = first.hello.version if first.hello.HasField("version") else None
+        shard = f"the scheduler of shard {first.hello.shard[:100]}"
+        if wrong := wrong_version(theirs, shard, "this worker") or self.refusal(first, is_known):
+            raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, wrong)
         with self._lock:
             highest = self._highest_epoch
             if first.epoch >= highest:

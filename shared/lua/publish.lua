@@ -7,7 +7,7 @@
 --       started (id),
 --       ended (id, stream, entry, finish of each choice, prompt tokens, tokens of each choice, error),
 --       logprobs (id, choice, byte offset, records); and, only where there are any, a sixth:
---       log-probabilities of prompts (id, prompt, byte offset, records)
+--       log-probabilities of prompts (id, prompt, byte offset, records), and a seventh: numerics (id, text) of the workers that compute it
 -- Returns id and choice of each output record that is too short for what was to be written behind it, as after the loss of
 -- Redis's last writes. Nothing is written there, and a request with such a record does not end: the caller writes all
 -- tokens and calls again.
@@ -160,6 +160,10 @@ for _ = 1, tonumber(arg()) do
 end
 for _ = 1, tonumber(arg() or 0) do
   write_records('prompt_logprobs:')
+end
+for _ = 1, tonumber(arg() or 0) do
+  local key, numerics = prefix .. 'req:' .. arg(), arg()
+  if redis.call('HEXISTS', key, 'state') == 1 then redis.call('HSET', key, 'numerics', numerics) end
 end
 
 -- What was counted before the end was foreseen: now there is less, or more.

@@ -52,8 +52,8 @@ def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
         stack.redis.start()
         engine = PoisonedEngine(settings)
         engine.warm_up()
-        server.serve(engine)
         registration = Registration(settings, record(engine, server.address), lambda: server.last_step_id)
+        server.serve(engine, registration.refusal)
         registration.start()
         for service in ("scheduler", "gateway"):
             stack.start(service)

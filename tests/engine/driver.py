@@ -13,6 +13,8 @@ from services.scheduler.core.types import NewRequest
 from services.worker.encoder_engine import load_engine
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
+from services.worker.models.checkpoint import Source
+from services.worker.models.fingerprint import Fingerprint
 from services.worker.parallel.state import ParallelState
 from shared.columns import pack, unpack
 from shared.settings import WorkerSettings
@@ -26,6 +28,11 @@ def make_engine(model: Path, host_blocks: int = 0, parallel: ParallelState | Non
     values: dict[str, Any] = {"dtype": "float32", "max_seqs": 8, "block_size": 4, "max_step_tokens": 4096, "threads": 1}
     wanted = WorkerSettings(model=model, device="cpu", host_blocks=host_blocks, **(values | settings))
     return load_engine(wanted, parallel=parallel)
+
+
+def fingerprint_of(source: Source, threads: int = 1) -> str:
+    """Return the digest of the weights as an engine tells it."""
+    return Fingerprint(source.head(), source.spans(), threads).result()
 
 
 def requests_of(prompts: list[list[int]], count: int, **sampling: Any) -> list[NewRequest]:

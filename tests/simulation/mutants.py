@@ -104,7 +104,7 @@ MUTANTS: dict[str, Plant] = {
     "claim-unfenced": _fence("claim"),
     "commands-unfenced": _fence("fenced"),
     "worker-taken-unfenced": _fence("take_worker"),
-    "lease-without-token": _code(Lease, "take", "secrets.token_hex(8)", '""'),
+    "lease-without-token": _code(Lease, "take", "secrets.token_hex(16)", '"one"'),
     "epoch-given-twice": _script("lib", "redis.pcall('INCR', counter)", "whole(redis.pcall('GET', counter), 1)"),
     "epoch-of-worker-forgotten": _script("lib", "math.max(counted, now, least)", "math.max(counted, now)"),
     "lease-taken-twice": _script("lease", "if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end", ""),

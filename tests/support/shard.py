@@ -46,7 +46,7 @@ class Shard:
             self.core, self.quarantine, Stats(time.monotonic_ns()), reports, self._put, lambda: False, lambda: None,
             lambda: self.fleet.wake_idle(),
         )  # fmt: skip
-        self.registry: Any = SimpleNamespace(ready=[], least_epoch=0)
+        self.registry: Any = SimpleNamespace(ready=[], least_epoch=0, token="")
         claims: Any = SimpleNamespace(joined=lambda slots: None, lost=lambda: None)
         self.fleet = Fleet(settings, self.registry, context, claims)
 

@@ -51,6 +51,7 @@ def worker(stages: int, stage_ms: float) -> Iterator[tuple[str, str]]:
     settings = {
         "MODEL": DEMO_MODEL, "DEVICE": "cpu", "DTYPE": "float32", "PP": stages, "THREADS": 1, "MAX_SEQS": 64,
         "KV_BLOCKS": 64 * CONTEXT // 16, "HOST_BLOCKS": 0, "MAX_STEP_TOKENS": 512, "LISTEN": f"127.0.0.1:{port}",
+        "ADVERTISE": f"127.0.0.1:{port}",  # else it takes Runs over a Unix socket
         "WORKER_METRICS_PORT": metrics, "REDIS_URL": "redis://127.0.0.1:1/0",  # it never registers
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:

@@ -23,6 +23,7 @@ from services.worker import main
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep, Marks
 from services.worker.parallel.state import ParallelState
+from services.worker.registration import Registration
 from shared.settings import WorkerSettings
 
 STAGE_S = float(sys.argv[1]) / 1000
@@ -66,7 +67,8 @@ class SlowEngine(Engine):
 def run() -> int:
     """Run a rank as services.worker.main.run does."""
     replaced: dict[str, Any] = {"ParallelState": SlowParallelState, "Engine": SlowEngine}
-    with patch.multiple(main, **replaced):
+    # The bench has no Redis, so no lease.
+    with patch.multiple(main, **replaced), patch.object(Registration, "refusal", lambda *_: ""):
         return main.run(build(WorkerSettings, {}))
 
 

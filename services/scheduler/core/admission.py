@@ -461,6 +461,9 @@ class Admission:
             if not sequence.record.started:
                 sequence.record.started = True
                 out.started.append(sequence.record.request.id)
+            request = sequence.record.request
+            if limits.identity and request.numerics != limits.identity:
+                request.numerics = out.numerics[request.id] = limits.identity
         replica.reserve(slots, reserved[: slots.size])
         if self._router.placement.chooses:
             self._router.entered([c.sequence for c in entering])

@@ -82,11 +82,14 @@ class OutcomeBuilder:
     checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)
     prompt_logprobs: list[tuple[str, int, int, int, bytes]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
+    numerics: dict[str, str] = field(default_factory=dict)
     lost_peers: list[int] = field(default_factory=list)
     ended: list[FinishedRequest] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.rows or self.checkpoints or self.prompt_logprobs or self.started or self.ended)
+        return bool(
+            self.rows or self.checkpoints or self.prompt_logprobs or self.started or self.numerics or self.ended
+        )
 
     def row(self, sequence: Sequence, finish: Finish, error: str = "") -> None:
         """Add the end of `sequence` without a further token; its index is that of the token it would have got."""
@@ -127,7 +130,7 @@ class OutcomeBuilder:
             )
         outcome.checkpoints, outcome.prompt_logprobs = self.checkpoints, self.prompt_logprobs
         outcome.started, outcome.ended = self.started, self.ended
-        outcome.lost_peers = self.lost_peers
+        outcome.numerics, outcome.lost_peers = self.numerics, self.lost_peers
         if self.rows:
             self._merge(outcome)
         return outcome

@@ -85,6 +85,7 @@ class Scheduler:
         self._lengths: Mapping[int, list[int]] = {}  # of the last policy that forecast
         self._ended = dict.fromkeys(Finish, 0)
         self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
+        self._stranded: list[Sequence] = []  # held outside the queue: with tokens of other numerics than the replicas'
         self._resuming: dict[Sequence, int] = {}  # sequences without the KV that they had -> its tokens
 
     def join(self, limits: Limits) -> int:
@@ -112,7 +113,18 @@ class Scheduler:
             finish, error = self.router.examine(sequence)
             if finish is not Finish.RUNNING:
                 self._drop(sequence, finish, error, self._pending)
+        self._hold_stranded()
         return number
+
+    def stranded(self) -> dict[str, str]:
+        """Return the numerics of the requests with tokens that none of the replicas may go on with, by request."""
+        waits = [sequence for sequence in self._stranded if sequence.state is State.WAITING]
+        return {sequence.record.request.id: sequence.record.request.numerics for sequence in waits}
+
+    def numerics(self, request_id: str) -> str:
+        """Return the numerics with which alone a request may go on; empty if any will do."""
+        record = self.records.get(request_id)
+        return record.request.numerics if record is not None and record.has_tokens else ""
 
     def lose(self, replica: int, now_ns: int) -> None:
         """Take a replica out: its sequences wait again with the tokens applied so far; its steps are forgotten.
@@ -164,6 +176,7 @@ class Scheduler:
         elif lost.is_keeping:
             self.router.placement.keepers.remove(lost)
         self.router.changed(self.alive)
+        self._hold_stranded()
 
     @property
     def kept_tiers(self) -> list[str]:
@@ -542,9 +555,27 @@ class Scheduler:
         self._next_policy = None
         self.waiting.rebuild(policy.order, now_ns)
         self.router.close(False)
+        self._hold_stranded()
         for replica in self.replicas:
             replica.memo, replica.beneficiary = AdmissionMemo(), None
             replica.memory, replica.tokens = policy.parts_of(replica.number)
+
+    def _hold_stranded(self) -> None:
+        """Hold the waiting sequences with tokens of other numerics than those of all replicas, and let others wait on.
+
+        They would stand at the head of a queue, and hide from a replica what it may run.
+        """
+        before, self._stranded = self._stranded, []
+        for sequence in before:
+            if sequence.state is State.WAITING:
+                self.waiting.put_back(sequence, 0)
+        for sequence in list(self.waiting):
+            if self.router.placement.strands(sequence):
+                self._hold(sequence)
+
+    def _hold(self, sequence: Sequence) -> None:
+        self.waiting.hold(sequence)
+        self._stranded.append(sequence)
 
     def _take_in(self, sequence: Sequence, now_ns: int, out: OutcomeBuilder) -> None:
         """Let a new sequence wait, unless it has ended before (restart), is complete, or can never run."""
@@ -556,6 +587,8 @@ class Scheduler:
         finish, error = self.router.examine(sequence)
         if finish is Finish.RUNNING:
             self.waiting.push(sequence, now_ns)
+            if self.router.placement.strands(sequence):
+                self._hold(sequence)
             return
         out.row(sequence, finish, error)
         self.end(sequence, finish, error, out)

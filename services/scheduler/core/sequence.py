@@ -38,6 +38,11 @@ class Record:
     started: bool = False
     error: str = ""
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a sequence has outputs, or is in a slot where it may get some."""
+        return any(sequence.outputs.size or sequence.slot >= 0 for sequence in self.sequences)
+
 
 @dataclass(slots=True, frozen=True)
 class SavedKV:

@@ -222,6 +222,13 @@ class WaitingQueue:
         self._aside[sequence.number] = sequence
         self._count(sequence, 1)
 
+    def hold(self, sequence: Sequence) -> None:
+        """Move a waiting sequence out of its queue until put_back()."""
+        if sequence.number not in self._aside:
+            self.changes += 1
+            self._queue_of(sequence).drop(sequence)
+            self._aside[sequence.number] = sequence
+
     def put_back(self, sequence: Sequence, now_ns: int) -> None:
         """Return a sequence that was set aside to the queue; do nothing if it has ended or was parked meanwhile."""
         if self._aside.pop(sequence.number, None) is not None:

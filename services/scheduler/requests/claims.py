@@ -158,12 +158,17 @@ class Claims:
         without_s = 0.0 if self._workerless is None else time.monotonic() - self._workerless
         if self._shards.others:
             await self._give_to_others(without_s)
+        await self._settle_stranded()
         if self._workerless is None:
             for orphan in self._shards.orphans:
                 await self._handover.take_from(orphan, self._orphans_lease(orphan), self._intake)
             if self._shards.orphans:
                 self._shards.orphans = []  # until the next look
                 await self.rebuild()
+
+    async def _settle_stranded(self) -> None:
+        shards = {} if self._has_suspects() else self._shards.numerics
+        await self._handover.settle_stranded(shards, time.monotonic())
 
     async def _give_to_others(self, without_s: float) -> None:
         surplus = len(self._held.entries) - self._max_held(others=True)
@@ -172,7 +177,7 @@ class Claims:
         if surplus > 0 and (count := await self._handover.hand_back(surplus)):
             log.info("%d requests handed back, for %s", count, ", ".join(self._shards.others))
         if without_s > GIVE_S and not self._has_suspects():
-            await self._handover.give(self._shards.others)
+            await self._handover.give(self._shards.numerics)
 
     async def _empty(self) -> None:
         """Drain: hand back unstarted requests; give the rest to another shard, or finish it here if there is none."""
@@ -182,7 +187,8 @@ class Claims:
         while await self._has_requests():
             self.changed.clear()
             if self._shards.others and not self._has_suspects():
-                await self._handover.give(self._shards.others)
+                await self._handover.give(self._shards.numerics)
+            await self._settle_stranded()
             if self._held.entries:
                 await self.changed.wait()
 

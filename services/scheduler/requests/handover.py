@@ -7,10 +7,11 @@ started request moves to the pending list of its new shard, which reads it there
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.types import Finish
 from services.scheduler.requests.intake import Entry, Intake
 from services.scheduler.requests.publisher import Publisher
 from shared.errors import LeaseLostError
@@ -20,6 +21,12 @@ from shared.redis_client import Scripts, Value, persist
 
 log = logging.getLogger("orcinus.scheduler")
 
+STRANDED_S = 60.0
+"""Time for which a request with tokens waits for workers of equal numerics while others could run it."""
+WRONG_NUMERICS = (
+    "numerics: its tokens are of workers with {!r}, of which none came within {:.0f} s; send the request again, or "
+    "start the scheduler with --mixed-numerics"
+)
 PER_CALL = 64
 """Requests in one script call."""
 
@@ -37,6 +44,7 @@ class RequestHandover:
         publisher: Publisher,
         entries: Mapping[str, Entry],
         forget: Callable[[str], None],
+        end: Callable[[str, Finish, str], None],
     ) -> None:
         self._scripts = scripts
         self._keys = keys
@@ -46,6 +54,8 @@ class RequestHandover:
         self._publisher = publisher
         self._entries = entries
         self._forget = forget
+        self._end = end
+        self._stranded: dict[str, float] = {}  # request that no worker here may go on with -> since when
 
     async def hand_back(self, limit: int = 1 << 30) -> int:
         """Return at most `limit` unstarted requests to the queue, the latest first; return their number."""
@@ -58,21 +68,40 @@ class RequestHandover:
                 self._forget(request_id)
         return await self.release(self._lease, back[::-1])
 
-    async def give(self, shards: Sequence[str]) -> int:
-        """Give the requests that have begun to `shards`, in turn, with their tokens; return how many."""
-        names = [name for name in list(self._entries) if self._core.release(name, begun=True)]
-        if not names:
+    async def give(self, shards: Mapping[str, str], only: Collection[str] | None = None) -> int:
+        """Give the requests that have begun to `shards` (name -> numerics) in turn, with their tokens; return how many.
+
+        One with tokens goes to a shard of equal numerics, or stays. only: these requests; None means all.
+        """
+        given: dict[str, list[str]] = {}
+        for number, name in enumerate(list(self._entries if only is None else only)):
+            numerics = self._core.numerics(name)
+            able = [shard for shard, its in shards.items() if not numerics or not its or numerics == its]
+            if able and name in self._entries and self._core.release(name, begun=True):
+                given.setdefault(able[number % len(able)], []).append(name)
+        if not given:
             return 0
         self._publisher.put(self._core.checkpoint())
         await self._publisher.caught_up()
-        for number, shard in enumerate(shards):
-            await self.move(
-                self._lease, self._shard, shard, [self._entries[name] for name in names[number :: len(shards)]]
-            )
-        for name in names:
+        for shard, names in given.items():
+            await self.move(self._lease, self._shard, shard, [self._entries[name] for name in names])
+            log.info("%d requests go on at %s", len(names), shard)
+        for name in (each for names in given.values() for each in names):
             self._forget(name)
-        log.info("%d requests go on at %s", len(names), ", ".join(shards))
-        return len(names)
+        return sum(map(len, given.values()))
+
+    async def settle_stranded(self, shards: Mapping[str, str], now_s: float) -> None:
+        """Give requests with tokens of other numerics than those of this shard's workers to a shard that has these.
+
+        After STRANDED_S without one they end with an error. shards: name -> numerics.
+        """
+        stranded = self._core.stranded()
+        self._stranded = {name: self._stranded.get(name, now_s) for name in stranded}
+        if stranded and shards:
+            await self.give(shards, stranded)
+        for name, since in list(self._stranded.items()):
+            if now_s - since >= STRANDED_S and name in self._entries:
+                self._end(name, Finish.ERROR, WRONG_NUMERICS.format(stranded[name], STRANDED_S))
 
     async def take_from(self, orphan: str, lease: Lease, intake: Intake) -> None:
         """Empty the pending list of a shard without a scheduler: return unstarted requests to the queue, and take the

@@ -361,7 +361,7 @@ class Intake:
             choices = range(item.choices)
             pipe.mget([self._keys.out(item.request.id, choice) for choice in choices])
             names = [f"{field}:{choice}" for field in ("finish", "stop") for choice in choices]
-            pipe.hmget(self._keys.req(item.request.id), ["started_ms", "former", *names])
+            pipe.hmget(self._keys.req(item.request.id), ["started_ms", "former", "numerics", *names])
         replies = await pipe.execute(raise_on_error=False)
         gateways: set[str] = set()
         read = self._letters.read
@@ -371,7 +371,8 @@ class Intake:
             found = [read(self._keys.out(request.id, choice), value, _tokens) for choice, value in enumerate(outputs)]
             request.outputs = [EMPTY if each is None else each[: request.max_tokens] for each in found]
             request.recorded = [output.size for output in request.outputs]
-            started, former, *fields = read(key, reply, list) or [None] * (2 + 2 * count)
+            started, former, numerics, *fields = read(key, reply, list) or [None] * (3 + 2 * count)
+            request.numerics = read(key, numerics or b"", text) or ""
             request.finished = [read(key, value, _finish) or Finish.RUNNING for value in fields[:count]]
             stops = (read(key, at, integer) if at else None for at in fields[count:])
             item.stops.update({choice: at for choice, at in enumerate(stops) if at is not None})

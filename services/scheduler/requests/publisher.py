@@ -135,6 +135,7 @@ def arguments(
     ended: list[Value] = []
     logprobs: list[Value] = []
     of_prompts: list[Value] = []
+    numerics: list[Value] = []
     counts = [0, 0, 0, 0]
     for request_id, choice, tokens in again or []:
         checkpoints += [request_id, choice, 0, pack(tokens), 0, 0]
@@ -156,6 +157,8 @@ def arguments(
             of_prompts += [request_id, prompt, (first - 1) * (len(told) // count), told]
         started += outcome.started
         counts[2] += len(outcome.started)
+        for request_id, identity in outcome.numerics.items():
+            numerics += [request_id, identity]
         for finished in outcome.ended:
             entry = where.get(finished.request.id)
             if entry is not None:
@@ -165,7 +168,9 @@ def arguments(
     # fmt: off
     return [
         *head, counts[0], *entries, counts[1], *checkpoints, counts[2], *started, counts[3], *ended,
-        len(logprobs) // 4, *logprobs, *([len(of_prompts) // 4, *of_prompts] if of_prompts else []),
+        len(logprobs) // 4, *logprobs,
+        *([len(of_prompts) // 4, *of_prompts] if of_prompts or numerics else []),
+        *([len(numerics) // 2, *numerics] if numerics else []),
     ]
     # fmt: on
 
@@ -193,7 +198,9 @@ def written_keys(keys: Keys, outcomes: list[Outcome]) -> dict[str, str]:
         ended = [finished.request for finished in outcome.ended]
         choices = {(each[0], each[1]) for each in outcome.checkpoints}
         choices |= {(each.id, choice) for each in ended for choice in range(len(each.prompts) * each.n)}
-        types |= dict.fromkeys(map(keys.req, {*names, *outcome.started, *(each.id for each in ended)}), "hash")
+        types |= dict.fromkeys(
+            map(keys.req, {*names, *outcome.started, *outcome.numerics, *(each.id for each in ended)}), "hash"
+        )
         for name, choice in choices:
             types |= {keys.out(name, choice): "string", keys.logprobs(name, choice): "string"}
         types |= {keys.prompt_logprobs(each[0], each[1]): "string" for each in outcome.prompt_logprobs}
@@ -240,7 +247,7 @@ class Publisher:
         if outcome is None:
             return
         has_rows = outcome.requests or outcome.checkpoints or outcome.prompt_logprobs
-        if has_rows or outcome.started or outcome.ended:
+        if has_rows or outcome.started or outcome.numerics or outcome.ended:
             self._waiting.append((step, outcome))
             self.put_count += 1
             self._more.set()

@@ -36,6 +36,7 @@ class Shards:
         self._patience_s = LEASES * lease_ms / 1000
         self._gone: dict[str, float] = {}  # shard without a lease, with pending requests -> time of the first look
         self.others: list[str] = []  # with a lease and a worker, not draining
+        self.numerics: dict[str, str] = {}  # of the workers of `others`; empty: not known, or it does not matter
         self.live: list[str] = []  # with a lease, with or without a worker, not draining
         self.workerless: list[str] = []  # of the live ones, those without a worker
         self.led: set[str] = set()  # with a lease
@@ -62,16 +63,17 @@ class Shards:
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
             pipe.exists(self._keys.lease(name))
-            pipe.hmget(self._keys.stats(name), ["workers", "draining"])
+            pipe.hmget(self._keys.stats(name), ["workers", "draining", "numerics"])
         replies: list[Any] = await pipe.execute(raise_on_error=False) if names else []
         led = {
-            name: self._letters.read(self._keys.stats(name), stats, _state) or (0, 0)
+            name: self._letters.read(self._keys.stats(name), stats, _state) or (0, 0, "")
             for name, lease, stats in zip(names, replies[::2], replies[1::2], strict=True)
             if self._letters.read(self._keys.lease(name), lease, bool)
         }
-        self.others = [name for name, (workers, drains) in led.items() if workers and not drains]
+        self.others = [name for name, (workers, drains, _) in led.items() if workers and not drains]
+        self.numerics = {name: led[name][2] for name in self.others}
         self.led = {*led}
-        self.live = [name for name, (_, drains) in led.items() if not drains]
+        self.live = [name for name, (_, drains, _) in led.items() if not drains]
         self.workerless = [name for name in self.live if name not in self.others]
         if forgotten := registered - {*led, *pending, self._shard}:
             await self._redis.hdel(self._keys.shards, *forgotten)
@@ -135,7 +137,7 @@ class Shards:
         return {*read_all(key, (shard for shard in replies if shard), text)} - {""}
 
 
-def _state(reply: list[bytes | None]) -> tuple[int, int]:
-    """Return the number of workers of a shard, and whether it drains."""
-    workers, drains = reply
-    return integer(workers), integer(drains)
+def _state(reply: list[bytes | None]) -> tuple[int, int, str]:
+    """Return the number of workers of a shard, whether it drains, and its workers' numerics."""
+    workers, drains, numerics = reply
+    return integer(workers), integer(drains), text(numerics or b"")

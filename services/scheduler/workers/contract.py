@@ -16,6 +16,7 @@ from protos import worker_pb2
 from services.scheduler.core.speculation import MAX_ROW_DRAFTS
 from services.scheduler.core.types import DECODE, PREFILL, Int32, StepResult
 from shared.errors import ProtocolError
+from shared.handshake import wrong_version
 from shared.keys import EPOCHS
 from shared.run_socket import is_name
 from shared.token_batches import MOST_VOCABULARY
@@ -73,7 +74,12 @@ class Slots(Protocol):
 
 
 def check_info(info: worker_pb2.WorkerInfo, model: str) -> None:
-    """Raise ContractError where Describe names another model than `model` or is out of bounds."""
+    """Raise ContractError where Describe names another model than `model` or a version too far away, or is out of
+    bounds.
+    """
+    theirs = info.version if info.HasField("version") else None
+    if wrong := wrong_version(theirs, f"worker {info.id[:100]}", "this scheduler"):
+        raise ContractError(wrong)
     if info.model != model:
         raise ContractError(f"model: the worker serves {info.model[:100]!r}, not {model!r}; start it with that name")
     for name, (least, most) in BOUNDS.items():

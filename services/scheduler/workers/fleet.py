@@ -29,6 +29,7 @@ from services.scheduler.workers.link import (
 )
 from services.scheduler.workers.loop import InFlight, WorkerContext, WorkerLoop
 from services.scheduler.workers.registry import Registration, WorkerRegistry
+from services.scheduler.workers.wire import identity_of
 from shared.errors import ProtocolError
 from shared.redis_client import Unavailable, backoff_s, temporary
 from shared.settings import SchedulerSettings
@@ -119,6 +120,7 @@ class Fleet:
         if not infos:
             return {}
         return {
+            "numerics": "" if self._settings.mixed_numerics else identity_of(infos[0]),
             "block_size": infos[0].block_size,
             "max_model_len": max(info.max_model_len for info in infos),
             "max_input_tokens": max(info.max_input_tokens for info in infos),
@@ -229,7 +231,7 @@ class Fleet:
 
     async def serve(self, worker: Registration) -> None:
         """Lead one Run: dial the worker, run its loop, and close the link."""
-        link = WorkerLink(worker, self._settings)
+        link = WorkerLink(worker, self._settings, self._workers.token)
         try:
             try:
                 limits = await link.open(self._context.core.needed_tiers)

@@ -20,6 +20,7 @@ from services.scheduler.workers.contract import check_info
 from services.scheduler.workers.registry import Registration
 from services.scheduler.workers.run_call import RunCall
 from services.scheduler.workers.wire import limits_from_wire
+from shared import handshake
 from shared.errors import ProtocolError
 from shared.security.channels import aio_channel, channel_credentials
 from shared.settings import SchedulerSettings
@@ -63,12 +64,15 @@ class StaleEpochError(WorkerLostError):
 class WorkerLink:
     """A Run with one worker: `open` it, then `send` steps and iterate `results` until it ends."""
 
-    def __init__(self, worker: Registration, settings: SchedulerSettings) -> None:
+    def __init__(self, worker: Registration, settings: SchedulerSettings, token: str) -> None:
+        """token: of the shard's lease."""
+        self._token = token
         self.worker = worker
         self.epoch = worker.epoch
         self._shard = settings.shard
         self._model = settings.served_model_name
         self._speculate = settings.speculate
+        self._mixed_numerics = settings.mixed_numerics
         self._channel = aio_channel(worker.address, channel_credentials(settings), OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._call: grpc.aio.StreamStreamCall | RunCall | None = None
@@ -92,7 +96,9 @@ class WorkerLink:
             )
         local = await RunCall.connect(self.info.run_socket) if self.info.run_socket else None
         self._call = local or self._stub.Run()
-        hello = worker_pb2.Hello(shard=self._shard, takes_late=True, kept=kept())
+        hello = worker_pb2.Hello(
+            shard=self._shard, takes_late=True, kept=kept(), version=handshake.version(), token=self._token
+        )
         await self._write(worker_pb2.Step(epoch=self.epoch, hello=hello))
         info = self.info
         log.info(
@@ -105,7 +111,7 @@ class WorkerLink:
             info.block_size,
             info.host_blocks,
         )
-        return limits_from_wire(info, self._speculate, self.epoch)
+        return limits_from_wire(info, self._speculate, self.epoch, self._mixed_numerics)
 
     async def send(self, step: worker_pb2.Step) -> None:
         """Send a step. Raises AioRpcError, or ProtocolError when the stream has ended."""

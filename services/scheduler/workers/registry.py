@@ -84,6 +84,11 @@ class WorkerRegistry:
         self._seen: dict[str, tuple[float, float]] = {}  # id -> last registration, since when
         self._unled: dict[str, float] = {}  # shard that has workers and no lease -> since when
 
+    @property
+    def token(self) -> str:
+        """Return that of the lease, by which workers let this shard begin a Run."""
+        return self._lease.token
+
     async def look(self) -> None:
         """Read the records. Raises what redis-py raises; then the last look is forgotten."""
         seen, self._seen = self._seen, {}

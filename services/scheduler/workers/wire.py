@@ -5,6 +5,8 @@ The fleet, the in-process tests and the benches use these functions, so there is
 
 from __future__ import annotations
 
+import hashlib
+
 from protos import queue_pb2, worker_pb2
 from services.scheduler.core.types import EMPTY, Enter, Int32, Limits, PromptLogprobs, StepPlan, StepResult
 from shared.columns import pack, unpack
@@ -15,8 +17,10 @@ SAMPLING_FIELDS = [field.name for field in queue_pb2.Sampling.DESCRIPTOR.fields 
 """Fields that both protos have: a new one passes from the request to the worker by its name."""
 
 
-def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto", run: int = 0) -> Limits:
-    """Return the size of a worker from its Describe. speculate: SchedulerSettings.speculate; run: epoch of the Run."""
+def limits_from_wire(
+    info: worker_pb2.WorkerInfo, speculate: str = "auto", run: int = 0, mixed_numerics: bool = False
+) -> Limits:
+    """Return the size of a worker from its Describe. run: epoch of the Run; others as in SchedulerSettings."""
     drafts = speculate == "suffix" or (speculate == "auto" and info.same_bits)
     return Limits(
         slots=info.max_seqs,
@@ -32,6 +36,7 @@ def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto", run: 
         host_tier=info.host_tier,
         kv_format=info.kv_format,
         numerics=info.numerics,
+        identity="" if mixed_numerics else identity_of(info),
         keeps=info.keeps,
         max_drafts=info.max_drafts if drafts else 0,
         masks_behind_drafts=info.masks_behind_drafts,
@@ -40,6 +45,20 @@ def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto", run: 
         max_loras=info.max_loras,
         whole_prompts=info.whole_prompts,
     )
+
+
+IDENTITY_LENGTH = 256
+
+
+def identity_of(info: worker_pb2.WorkerInfo) -> str:
+    """Return what decides each number of a worker: weights, type and numerics; empty if these are not known.
+
+    One of more than IDENTITY_LENGTH characters is told by its digest: each request's record has it.
+    """
+    if not info.numerics:
+        return ""
+    text = f"{info.model_hash} {info.dtype} {info.numerics}"
+    return text if len(text) <= IDENTITY_LENGTH else hashlib.sha256(text.encode()).hexdigest()
 
 
 def sampling_of(request: queue_pb2.Request, choice: int) -> worker_pb2.Sampling:

@@ -8,7 +8,6 @@ Format: https://github.com/huggingface/safetensors, "Format".
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import math
 import mmap
@@ -24,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from services.worker.models.fingerprint import Span
 from shared.errors import ModelError
 from shared.models.model_files import read_bounded, read_json
 
@@ -47,9 +47,6 @@ PIECE_BYTES = 2 << 20  # of a tensor at a time, in float32, and between two repo
 SHIFT = 61
 """Numbers between the begins of two rows of a random matrix."""
 
-SAMPLE_BYTES = 4096
-"""Of a tensor's begin, middle and end, for the fingerprint: all of it would be read twice."""
-
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
 
@@ -57,6 +54,8 @@ class Source(ABC):
     """Tensors by name."""
 
     model: Path
+    prefix = ""
+    """Of the fingerprint, for what is no model of a file."""
 
     @abstractmethod
     def __contains__(self, name: str) -> bool: ...
@@ -78,11 +77,12 @@ class Source(ABC):
         """Return rows first .. first + rows of a checked tensor, in the type that it is stored in."""
 
     @abstractmethod
-    def fingerprint(self) -> str:
-        """Return 16 characters over the headers and samples of each tensor's numbers.
+    def head(self) -> bytes:
+        """Return what decides the numbers besides those of the tensors: settings, names, types and shapes."""
 
-        Models that differ only between the samples share them.
-        """
+    @abstractmethod
+    def spans(self) -> Iterator[Span]:
+        """Yield where the bytes of each tensor lie."""
 
     @abstractmethod
     def unread(self) -> list[str]:
@@ -182,24 +182,20 @@ class Checkpoint(Source):
     def unread(self) -> list[str]:
         return sorted(self._where.keys() - self._read)
 
-    def fingerprint(self) -> str:
-        """Return 16 hex digits over config.json, the files' sizes, every tensor's name, type and shape, and samples.
+    def head(self) -> bytes:
+        tensors = sorted(self._where.items())
+        names = "".join(f"{name} {place.dtype} {list(place.shape)}\n" for name, place in tensors)
+        return read_bounded(self.model / "config.json") + names.encode()
 
-        The samples are the numbers of each tensor in three places (`SAMPLE_BYTES`).
-        """
-        digest = hashlib.sha256(read_bounded(self.model / "config.json"))
-        for file, size in sorted(self._sizes.items()):
-            digest.update(f"{file} {size}\n".encode())
-            with (self.model / file).open("rb", buffering=0) as source:
-                for name, place in sorted(self._where.items()):
-                    if place.file == file:
-                        digest.update(f"{name} {place.dtype} {list(place.shape)}\n".encode())
-                        sample(source.fileno(), place.start, place.size, digest.update)
-        return digest.hexdigest()[:16]
+    def spans(self) -> Iterator[Span]:
+        for _, place in sorted(self._where.items()):
+            yield self.model / place.file, place.start, place.size
 
 
 class Dummy(Source):
     """Random weights of any shape, the same in every run: for benches, where only sizes matter."""
+
+    prefix = "dummy-"
 
     def __init__(self, model: Path) -> None:
         self.model = model
@@ -234,8 +230,12 @@ class Dummy(Source):
     def unread(self) -> list[str]:
         return []
 
-    def fingerprint(self) -> str:
-        return "dummy-" + hashlib.sha256(read_bounded(self.model / "config.json")).hexdigest()[:10]
+    def head(self) -> bytes:
+        return read_bounded(self.model / "config.json")
+
+    def spans(self) -> Iterator[Span]:
+        """Yield none: what is made up follows from names and shapes."""
+        return iter(())
 
 
 def open_weights(
@@ -359,13 +359,6 @@ def _check_apart(places: dict[str, _Place]) -> None:
             raise ValueError(f"its tensors {last[:100]} and {name[:100]} overlap; fetch or convert the file again")
         if place.size:
             end, last = place.start + place.size, name
-
-
-def sample(file: int, start: int, size: int, take: Callable[[bytes], object]) -> None:
-    """Give `take` the bytes of the begin, middle and end of a tensor that begins at `start`."""
-    last = max(0, size - SAMPLE_BYTES)
-    for at in sorted({0, last // 2, last}):
-        take(os.pread(file, min(SAMPLE_BYTES, size), start + at))
 
 
 def _place(file: str, entry: Any, begin: int) -> _Place:

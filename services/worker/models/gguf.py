@@ -9,9 +9,8 @@ Sources, in https://github.com/ggml-org/llama.cpp: ggml-quants.h and convert_hf_
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,9 +27,9 @@ from services.worker.models.checkpoint import (
     memory,
     powers,
     read_into,
-    sample,
 )
 from services.worker.models.config import DecoderConfig
+from services.worker.models.fingerprint import Span
 from services.worker.models.registry import ExpertNames
 from shared.errors import ModelError
 from shared.models.gguf.config import bias_kind
@@ -121,16 +120,17 @@ class GgufWeights(Source):
         finite(self, name, scales, max(map(abs, TABLES[groups.table])) if groups.table else 1.0)
         return groups
 
-    def fingerprint(self) -> str:
-        """Return 16 hex digits over the header and samples of each tensor, of all parts."""
-        digest = hashlib.sha256()
-        for path, header_bytes in self._header_bytes.items():
-            with path.open("rb", buffering=0) as file:
-                digest.update(file.read(header_bytes))
-                for place in self._places.values():
-                    if place.path == path:
-                        sample(file.fileno(), place.start, place.size_bytes, digest.update)
-        return digest.hexdigest()[:16]
+    def head(self) -> bytes:
+        """Return the headers of all parts."""
+        found = b""
+        for path, count in self._header_bytes.items():
+            with path.open("rb") as file:
+                found += file.read(count)
+        return found
+
+    def spans(self) -> Iterator[Span]:
+        for place in self._places.values():
+            yield place.path, place.start, place.size_bytes
 
     def unread(self) -> list[str]:
         return sorted(

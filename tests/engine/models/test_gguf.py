@@ -26,7 +26,7 @@ from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix
 from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.reader import BLOCK_TYPES, open_gguf
-from tests.engine.driver import assert_tokens, generated, make_engine
+from tests.engine.driver import assert_tokens, fingerprint_of, generated, make_engine
 from tests.engine.models.test_quantized_checkpoints import plain
 from tests.engine.test_tokens import all_logits, close
 from tests.support.checkpoints.gguf import write_file, write_model, write_parts
@@ -284,7 +284,7 @@ def test_model_in_parts_is_that_in_one_file(origin: Path, tmp_path: Path, first_
     assert_tokens(Reference(tmp_path / "meant"), parts[0], *KERNELS)
 
     def fingerprint() -> str:
-        return GgufWeights(load_config(parts[0]), parts[0]).fingerprint()
+        return fingerprint_of(GgufWeights(load_config(parts[0]), parts[0]))
 
     before = fingerprint()
     assert before == fingerprint()
@@ -513,7 +513,7 @@ def test_fingerprint_is_that_of_the_numbers_and_of_the_settings(origin: Path, tm
 
     def digest(kind: str, **metadata: Any) -> str:
         write_model(origin, tmp_path / "x.gguf", lambda _: kind, **metadata)
-        return GgufWeights(load_config(tmp_path / "x.gguf"), tmp_path / "x.gguf").fingerprint()
+        return fingerprint_of(GgufWeights(load_config(tmp_path / "x.gguf"), tmp_path / "x.gguf"))
 
     same = {digest("Q4_0"), digest("Q4_0")}
     assert len(same) == 1
@@ -521,4 +521,4 @@ def test_fingerprint_is_that_of_the_numbers_and_of_the_settings(origin: Path, tm
     data = bytearray((tmp_path / "x.gguf").read_bytes())
     data[-64] ^= 1
     (tmp_path / "x.gguf").write_bytes(data)
-    assert GgufWeights(load_config(tmp_path / "x.gguf"), tmp_path / "x.gguf").fingerprint() not in same
+    assert fingerprint_of(GgufWeights(load_config(tmp_path / "x.gguf"), tmp_path / "x.gguf")) not in same

@@ -7,10 +7,27 @@ import sys
 import threading
 from typing import Any, Self
 
+import redis
+
+from protos import worker_pb2
+from shared.handshake import digest_of, version
+from shared.keys import Keys
 from shared.settings import ROOT
 from tests.support.launcher import settings_env
 
 COMMAND = ("-m", "services.cli", "worker")
+
+
+TOKEN = "of the lease"
+
+
+def given_run(client: redis.Redis, model: str, epoch: int, worker: str = "worker-0") -> worker_pb2.Step:
+    """Give a registered worker to shard-0 for a Run, as a scheduler does; return the Run's first step."""
+    keys = Keys(model)
+    client.hset(keys.worker(worker), mapping={"shard": "shard-0", "run": epoch})
+    client.set(keys.lease("shard-0"), f"1:{digest_of(TOKEN)}")
+    hello = worker_pb2.Hello(shard="shard-0", version=version(), token=TOKEN)
+    return worker_pb2.Step(epoch=epoch, hello=hello)
 
 
 class WorkerProcess:

@@ -28,8 +28,9 @@ from services.worker.pipeline import QUEUED_STEPS
 from services.worker.server import WorkerServer
 from services.worker.watchdog import StepWatchdog
 from shared.columns import unpack
+from shared.keys import Keys
 from tests.engine.driver import make_engine
-from tests.engine.worker.processes import WorkerProcess
+from tests.engine.worker.processes import WorkerProcess, given_run
 from tests.engine.worker.test_server import first_step
 from tests.support.checkpoints.models import Reference
 from tests.support.stack import RedisServer
@@ -80,10 +81,13 @@ def entering(prompt: list[int], id: int = 1) -> worker_pb2.Step:
     return worker_pb2.Step(epoch=1, id=id, **first_step(prompt, 4))
 
 
-def begin(channel: grpc.Channel, *steps: worker_pb2.Step) -> Any:
+HELLO = worker_pb2.Step(epoch=1, hello=worker_pb2.Hello(shard="shard-0"))
+
+
+def begin(channel: grpc.Channel, *steps: worker_pb2.Step, hello: worker_pb2.Step = HELLO) -> Any:
     """A Run with these steps; its requests stay open."""
     requests: queue.Queue[worker_pb2.Step | None] = queue.Queue()
-    for step in (worker_pb2.Step(epoch=1, hello=worker_pb2.Hello(shard="shard-0")), *steps):
+    for step in (hello, *steps):
         requests.put(step)
     call = worker_pb2_grpc.WorkerStub(channel).Run(iter(requests.get, None), timeout=120)
     call.add_done_callback(lambda _: requests.put(None))
@@ -99,9 +103,9 @@ def waiting_worker(
     os.mkfifo(gate)
     sizes = {"KV_BLOCKS": 64, "MAX_SEQS": 4, "MAX_STEP_TOKENS": 256, "DTYPE": "float32"}
     with RedisServer(directory / "redis") as redis:
-        given = {"MODEL": model, "REDIS_URL": redis.url, "LISTEN": address, **sizes, **settings}
+        given = {"MODEL": model, "REDIS_URL": redis.url, "LISTEN": address, "ADVERTISE": address, **sizes, **settings}
         with WorkerProcess(("-c", WAITING_ENGINE, str(gate), where), **given) as worker:
-            until("it is ready", lambda: worker.says("ready:"), 90)
+            until("it registers", lambda: redis.client.exists("orcinus:{tiny}:worker:worker-0"), 90)
             yield worker, address, gate, redis
 
 
@@ -109,9 +113,9 @@ def waiting_worker(
 def test_worker_with_a_hung_step_exits_even_while_stopping(
     reference: Reference, tmp_path: Path, where: str, stopping: bool
 ) -> None:
-    with waiting_worker(tmp_path, reference.path, where, STEP_TIMEOUT_S=3) as (worker, address, _, _):
+    with waiting_worker(tmp_path, reference.path, where, STEP_TIMEOUT_S=3) as (worker, address, _, redis):
         with grpc.insecure_channel(address) as channel:
-            call = begin(channel, entering(reference.prompts[0][:8]))
+            call = begin(channel, entering(reference.prompts[0][:8]), hello=given_run(redis.client, "tiny", 1))
             until("the step hangs", lambda: worker.says("the step waits"))
             if stopping:
                 worker.process.send_signal(signal.SIGTERM)
@@ -125,15 +129,16 @@ def test_worker_with_a_hung_step_exits_even_while_stopping(
 
 def test_stop_in_a_long_step_leaves_redis_at_once(reference: Reference, tmp_path: Path) -> None:
     with waiting_worker(tmp_path, reference.path) as (worker, address, gate, redis):
-        until("it registers", lambda: redis.client.exists("orcinus:{tiny}:worker:worker-0"))
+        hello = given_run(redis.client, "tiny", 1)
         with grpc.insecure_channel(address) as channel:
             # More steps than the queue holds: those that cannot be queued must not keep the process either.
             steps = [entering(reference.prompts[0][:8], id) for id in range(1, QUEUED_STEPS + 10)]
-            call = begin(channel, *steps)
+            call = begin(channel, *steps, hello=hello)
             until("the step runs", lambda: worker.says("the step waits"))
             worker.process.send_signal(signal.SIGTERM)
             assert next(call).draining
             call.cancel()  # a scheduler waits for the answers to what it sent; this one does not
+            redis.client.delete(Keys("tiny").lease("shard-0"))
             until("it left Redis", lambda: not redis.client.keys("orcinus:*"))
             assert worker.process.poll() is None
             gate.write_text("go on\n")
@@ -201,7 +206,7 @@ def test_run_without_its_client_ends_and_the_next_begins(
 
     before = readers()
     try:
-        server.serve(make_engine(reference.path))
+        server.serve(make_engine(reference.path), lambda *_: "")
         with grpc.insecure_channel(wire.address) as channel:
             call, tokens = until("a Run is answered", lambda: first_tokens(channel))
             assert tokens == reference.outputs[0][:1]

@@ -23,16 +23,17 @@ from kernels import ops as kernel_ops
 from kernels.cpu.memory import large
 from services.worker import main
 from services.worker.kv.cache import room_for
-from services.worker.models import checkpoint
+from services.worker.models import checkpoint, fingerprint
 from services.worker.models.checkpoint import Checkpoint, Dummy, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder, check_matrices
+from services.worker.models.fingerprint import Fingerprint
 from services.worker.models.matrices import shapes
 from services.worker.models.stored import HELD_BITS
 from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError, ModelError
 from shared.settings import WorkerSettings
-from tests.engine.driver import Driver, make_engine
+from tests.engine.driver import Driver, fingerprint_of, make_engine
 from tests.engine.models.test_model_families import FAMILIES
 from tests.engine.test_tokens import all_logits, close
 from tests.support.checkpoints import w8a8
@@ -402,17 +403,40 @@ def test_a_file_that_is_no_safetensors_at_all_is_refused(tmp_path: Path) -> None
 
 def test_fingerprint_changes_with_the_config_and_any_tensors_numbers(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "m", seed=1, requests=1, output_tokens=2).path
-    before = Checkpoint(path).fingerprint()
-    assert before == Checkpoint(shutil.copytree(path, tmp_path / "same")).fingerprint()
+    before = fingerprint_of(Checkpoint(path))
+    assert before == fingerprint_of(Checkpoint(shutil.copytree(path, tmp_path / "same")))
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**raw, "rms_norm_eps": 0.5}))
-    found = [before, Checkpoint(path).fingerprint()]
+    found = [before, fingerprint_of(Checkpoint(path))]
     tensors = load_file(path / "model.safetensors")
     for name, at in (("model.norm.weight", 63), ("model.embed_tokens.weight", 0), ("model.embed_tokens.weight", -1)):
         tensors[name].view(-1)[at] += 1
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-        found.append(Checkpoint(path).fingerprint())
+        found.append(fingerprint_of(Checkpoint(path)))
     assert len(set(found)) == len(found)
+
+
+def test_fingerprint_is_of_every_byte_whatever_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "LEAF_BYTES", 1 << 14)
+    monkeypatch.setattr(fingerprint, "READ_BYTES", 1000)
+    path = make_llama(tmp_path / "m", seed=1, requests=1, output_tokens=2).path
+    before = fingerprint_of(Checkpoint(path))
+    assert before == fingerprint_of(Checkpoint(path), threads=4)
+    file, rng = path / "model.safetensors", np.random.default_rng(1)
+    whole, found = file.read_bytes(), {before}
+    spans = list(Checkpoint(path).spans())
+    for _, start, size in spans:
+        data = bytearray(whole)
+        data[start + int(rng.integers(size))] ^= 1
+        file.write_bytes(data)
+        found.add(fingerprint_of(Checkpoint(path)))
+    assert len(found) == 1 + len(spans)
+
+
+def test_weights_that_are_cut_off_under_their_digest_are_named(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(bytes(100))
+    with pytest.raises(ModelError, match=r"read again for their digest: .*short is cut off"):
+        Fingerprint(b"", [(tmp_path / "short", 90, 20)]).result()
 
 
 def test_progress_of_one_large_tensor_is_reported_in_pieces(

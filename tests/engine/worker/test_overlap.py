@@ -28,6 +28,12 @@ from tests.support.waiting import until
 MODEL = {"seed": 9, "requests": 2}
 
 
+@pytest.fixture
+def kind() -> str:
+    """Return what takes Runs."""
+    return "grpc"
+
+
 @pytest.fixture(scope="module")
 def engine(reference: Reference) -> Engine:
     return make_late_engine(reference.path, host_blocks=8)

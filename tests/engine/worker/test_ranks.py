@@ -55,7 +55,7 @@ class Replica:
         self.ranks = Ranks(addresses, busy=self._count, on_lost=self.lost.append)
         self.ranks.connect(self.engines[0].info(), CONNECT_S)
         self.leader = WorkerServer("127.0.0.1:0")
-        self.leader.serve(self.engines[0], ranks=self.ranks)
+        self.leader.serve(self.engines[0], lambda *_: "", ranks=self.ranks)
 
     def _count(self, rank: int, seconds: float) -> None:
         self.busy[rank] = self.busy.get(rank, 0.0) + seconds

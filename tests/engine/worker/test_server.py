@@ -51,6 +51,9 @@ class Client:
         if hello:
             self._steps.put(worker_pb2.Step(epoch=epoch, hello=worker_pb2.Hello(shard="shard-0")))
 
+    def begin(self, hello: worker_pb2.Hello) -> None:
+        self._steps.put(worker_pb2.Step(epoch=self.epoch, hello=hello))
+
     def send(self, id: int, epoch: int | None = None, **fields: Any) -> None:
         self._steps.put(worker_pb2.Step(epoch=self.epoch if epoch is None else epoch, id=id, **fields))
 
@@ -89,10 +92,21 @@ def engine(reference: Reference) -> Engine:
     return make_engine(reference.path)
 
 
+@pytest.fixture(params=["grpc", "socket"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Return what takes Runs: a TCP port or the Unix socket."""
+    return str(request.param)
+
+
+def any_run(*_: object) -> str:
+    """Refuse no Run: here no Redis says which shard has the worker."""
+    return ""
+
+
 @pytest.fixture
-def server(engine: Engine) -> Iterator[WorkerServer]:
-    server = WorkerServer("127.0.0.1:0", run_socket=True)
-    server.serve(engine)
+def server(engine: Engine, kind: str) -> Iterator[WorkerServer]:
+    server = WorkerServer("127.0.0.1:0", run_socket=kind == "socket")
+    server.serve(engine, any_run)
     yield server
     server.stop()
 
@@ -103,9 +117,9 @@ def rpc(server: WorkerServer) -> Iterator[grpc.Channel]:
         yield channel
 
 
-@pytest.fixture(params=["grpc", "socket"])
-def channel(rpc: grpc.Channel, request: pytest.FixtureRequest) -> Channel:
-    return rpc if request.param == "grpc" else described(rpc).run_socket
+@pytest.fixture
+def channel(rpc: grpc.Channel) -> Channel:
+    return described(rpc).run_socket or rpc
 
 
 def described(channel: grpc.Channel) -> worker_pb2.WorkerInfo:
@@ -221,11 +235,11 @@ def test_draining_worker_answers_its_steps_and_says_so_to_latecomers(
 
 
 def test_describe_and_health_answer_while_run_lasts_and_tell_limits(
-    rpc: grpc.Channel, channel: Channel, engine: Engine, reference: Reference
+    rpc: grpc.Channel, channel: Channel, kind: str, engine: Engine, reference: Reference
 ) -> None:
     run = begun(channel, 1, reference)
     info = described(rpc)
-    assert info.highest_epoch == 1 and is_name(info.run_socket)
+    assert info.highest_epoch == 1 and is_name(info.run_socket) == (kind == "socket")
     for name in ("highest_epoch", "run_socket"):
         info.ClearField(name)
     assert info == engine.info()
@@ -271,7 +285,7 @@ def test_a_prompt_of_many_megabytes_passes(channel: Channel) -> None:
 def test_stopping_ends_the_run_and_the_engine_thread(engine: Engine, reference: Reference, is_local: bool) -> None:
     before = threading.enumerate()
     server = WorkerServer("127.0.0.1:0", run_socket=is_local)
-    server.serve(engine)
+    server.serve(engine, any_run)
     with grpc.insecure_channel(server.address) as rpc:
         run = begun(described(rpc).run_socket or rpc, 1, reference)
         server.stop()
@@ -310,6 +324,7 @@ def hello(epoch: int) -> bytes:
     return worker_pb2.Step(epoch=epoch, hello=worker_pb2.Hello(shard="shard-0")).SerializeToString()
 
 
+@pytest.mark.parametrize("kind", ["socket"])
 def test_socket_of_no_frames_is_closed_and_the_run_ends(server: WorkerServer, rpc: grpc.Channel) -> None:
     name = described(rpc).run_socket
     for sent in (b"\xff" * 64, run_socket.message(b"\xff\xff\xff"), b""):
@@ -328,6 +343,57 @@ def test_socket_of_no_frames_is_closed_and_the_run_ends(server: WorkerServer, rp
             pass
 
 
+@pytest.mark.parametrize("kind", ["socket"])
+def test_run_over_tcp_is_off_beside_a_socket(rpc: grpc.Channel) -> None:
+    run = Client(rpc, epoch=1, hello=False)  # it is told without a word of its own
+    assert run.ended_with() == grpc.StatusCode.FAILED_PRECONDITION
+    assert described(rpc).highest_epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("minor", "major", "is_taken"), [(0, 1, True), (2, 1, True), (None, 0, True), (3, 1, False), (1, 2, False)]
+)
+def test_run_of_a_scheduler_is_refused_two_minor_versions_away(
+    channel: Channel, minor: int | None, major: int, is_taken: bool
+) -> None:
+    hello = worker_pb2.Hello(shard="shard-0")
+    if minor is not None:
+        hello.version.major, hello.version.minor = major, minor
+    run = Client(channel, epoch=1, hello=False)
+    run.begin(hello)
+    if is_taken:
+        run.send(1)
+        assert next(run.call).id == 1
+        run.call.cancel()
+        return
+    with pytest.raises(grpc.RpcError, match=rf"{major}\.{minor} of worker.proto and this worker 1\.1"):
+        next(run.call)
+
+
+def test_refused_hello_leaves_epoch_and_current_run_alone(
+    server: WorkerServer, channel: Channel, rpc: grpc.Channel, engine: Engine, reference: Reference, kind: str
+) -> None:
+    asked: list[tuple[int, str, bool]] = []
+
+    def only_the_first(first: worker_pb2.Step, is_known: bool) -> str:
+        asked.append((first.epoch, first.hello.token, is_known))
+        return "" if len(asked) == 1 else "token: not that of the lease"
+
+    server.refusal = only_the_first
+    run = begun(channel, 5, reference)
+    for epoch in (5, 6, (1 << 40) - 2, (1 << 40) - 1):
+        other = Client(channel, epoch, hello=False)
+        other.begin(worker_pb2.Hello(shard="x", token="guessed"))
+        with pytest.raises(grpc.RpcError, match="not that of the lease"):
+            next(other.call)
+    assert described(rpc).highest_epoch == 5
+    assert asked[1] == (5, "guessed", kind == "socket")
+    run.send(2, **chunk(len(reference.prompts[0]), 1))
+    assert unpack(next(run.call).tokens).tolist() == reference.outputs[0][1:2]
+    run.call.cancel()
+
+
+@pytest.mark.parametrize("kind", ["socket"])
 def test_socket_of_another_user_is_refused(
     server: WorkerServer, rpc: grpc.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,14 +30,20 @@ def max_model_len(gateway: GatewayProcess) -> int:
     return int(gateway.get("/v1/models").json()["data"][0]["max_model_len"])
 
 
-async def test_workers_in_the_stats_make_a_gateway_ready(local_gateway: Gateway, redis_server: RedisServer) -> None:
+async def test_gateway_is_ready_while_a_scheduler_leads_a_registered_worker(
+    local_gateway: Gateway, redis_server: RedisServer
+) -> None:
+    """A worker that is registered and refused by each scheduler serves nothing."""
     keys = local_gateway.settings.keys
     scheduler = ScriptedScheduler(redis_server.client, keys).lead(workers=0, max_model_len=100)
-    redis_server.client.delete(keys.worker("worker-0"))
-    await wait_until(lambda: "no worker" in str(local_gateway.reason_not_ready()))
+    await wait_until(lambda: local_gateway.reason_not_ready() == "no worker is linked to a scheduler")
     scheduler.stats(workers=1)
     await wait_until(lambda: not local_gateway.reason_not_ready())
     assert local_gateway.cluster.limits.max_model_len == 100
+    redis_server.client.delete(keys.worker("worker-0"))
+    await wait_until(lambda: local_gateway.reason_not_ready() == "no worker is registered")
+    scheduler.resign()
+    await wait_until(lambda: local_gateway.reason_not_ready() == "no scheduler is alive")
 
 
 async def test_gateway_without_a_scheduler_looks_for_one_several_times_a_second(

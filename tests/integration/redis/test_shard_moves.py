@@ -61,7 +61,7 @@ class World:
         if await lease.take():
             intake = Intake(self.redis, self.redis, self.scripts, KEYS, shard, lease, Clock())
             absent: Any = None
-            handover = RequestHandover(self.scripts, KEYS, shard, lease, absent, absent, {}, lambda _: None)
+            handover = RequestHandover(self.scripts, KEYS, shard, lease, absent, absent, {}, lambda _: None, absent)
             process = Process(shard, lease, intake, handover)
             self.processes.append(process)
             await self.rebuild(process)

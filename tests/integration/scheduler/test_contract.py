@@ -168,6 +168,31 @@ def test_worker_of_unknown_or_allowed_other_numerics_may_join() -> None:
         check_same(other, [good])
 
 
+async def test_stream_of_a_lost_worker_goes_on_at_equal_numerics_alone() -> None:
+    """A worker of other numerics, which comes first, runs what has no token yet."""
+    shard, answers = Shard(SETTINGS), iter(range(6))
+
+    def dies(_: worker_pb2.Result) -> None:
+        if next(answers, None) is None:
+            raise RuntimeError("the worker dies")
+
+    int8, equal = described(id="int8", numerics="cpu amx int8"), described(id="equal")
+    async with serving(ScriptedWorker(described(), dies), ScriptedWorker(int8), ScriptedWorker(equal)) as records:
+        ask(shard)
+        await shard.fleet.serve(records[0])
+        begun = {name for name, record in shard.core.records.items() if record.has_tokens}
+        assert begun and len(begun) < len(shard.core.records)
+        for record, left in zip(records[1:], (begun, set[str]()), strict=True):
+            run = asyncio.create_task(shard.fleet.serve(record))
+            await wait_until(lambda left=left, run=run: shard.core.records.keys() == left or run.done())
+            assert shard.core.stranded() == dict.fromkeys(left, "a1 float32 cpu amx float32 none")
+            assert not run.done()
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+    assert len(shard.ended) == REQUESTS
+    assert all(one.outputs[0].tolist() == [7] * TOKENS for one in shard.ended.values())
+
+
 def tokens(*values: int) -> Spoil:
     return lambda result: setattr(result, "tokens", pack(list(values) * (len(result.slots) // 4)))
 

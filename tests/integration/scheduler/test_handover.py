@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from protos import queue_pb2
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.types import Finish, Limits, NewRequest, StepResult
 from services.scheduler.requests.claims import Claims, Holdings
-from services.scheduler.requests.handover import RequestHandover
-from services.scheduler.requests.intake import Claimed, Clock, Intake
+from services.scheduler.requests.handover import STRANDED_S, RequestHandover
+from services.scheduler.requests.intake import Claimed, Clock, Entry, Intake
+from services.scheduler.requests.publisher import Publisher
 from services.scheduler.shard.shards import Shards
 from shared.columns import pack
 from shared.errors import LeaseLostError
@@ -35,7 +40,7 @@ class Taker:
         self.intake = Intake(self.redis, self.redis, self.scripts, self.keys, "shard-1", self.lease, Clock())
         absent: Any = None
         self.handover = RequestHandover(
-            self.scripts, self.keys, "shard-1", self.lease, absent, absent, {}, lambda _: None
+            self.scripts, self.keys, "shard-1", self.lease, absent, absent, {}, lambda _: None, absent
         )
 
     def lease_of(self, shard: str) -> Lease:
@@ -212,18 +217,22 @@ async def test_draining_shard_passes_on_what_it_is_given(taker: Taker, shard_0: 
         async def hand_back(self) -> int:
             return 0
 
-        async def give(self, shards: list[str]) -> None:
+        async def give(self, shards: dict[str, str]) -> None:
             for name in list(held.entries):
                 entry = held.entries[name]
                 given.append(name)
-                await taker.handover.move(taker.lease, "shard-1", shards[0], [entry])
+                await taker.handover.move(taker.lease, "shard-1", next(iter(shards)), [entry])
                 held.drop(name)
+
+        async def settle_stranded(self, shards: dict[str, str], now_s: float) -> None: ...
 
     def take(claimed: list[Claimed]) -> None:
         for item in claimed:
             held.add(item.request.id, item.entry)
 
-    some: Any = SimpleNamespace(others=["shard-2"], claim_begins=lambda: None, claim_answered=lambda: None)
+    some: Any = SimpleNamespace(
+        others=["shard-2"], numerics={"shard-2": ""}, claim_begins=lambda: None, claim_answered=lambda: None
+    )  # fmt: skip
     passing: Any = Passing()
     claims = Claims(taker.intake, held, some, passing, some, take, lambda: False, taker.lease_of)
     await taker.enqueue("r")
@@ -264,3 +273,74 @@ async def test_rebuild_finds_tokens_that_only_a_gateway_stream_has(taker: Taker,
     (found,) = await taker.found()
     assert (found.request.gateway, found.request.outputs[0].tolist()) == ("d", [50, 51, 52, 53])
     assert await taker.redis.hget(taker.keys.req("r"), "former") == b" g b a c "
+
+
+class Giver:
+    """shard-1 with a core that has run requests on a replica of some numerics; ended: by request, why."""
+
+    def __init__(self, taker: Taker, names: list[str], numerics: str) -> None:
+        self.core, self.ended = Scheduler(lookahead=0), dict[str, str]()
+        self.entries: dict[str, Entry] = {}
+        self.publisher = Publisher(
+            taker.scripts, taker.keys, taker.lease, self.entries, lambda name: None, self.core.outputs
+        )
+        self.handover = RequestHandover(
+            taker.scripts, taker.keys, "shard-1", taker.lease, self.core, self.publisher, self.entries,
+            lambda name: self.entries.pop(name, None), self._end,
+        )  # fmt: skip
+        self.join(numerics)
+        for name in names:
+            self.core.add(NewRequest(name, [np.arange(1, 6, dtype=np.int32)], 20, gateway="g"), 1)
+
+    def join(self, numerics: str) -> int:
+        return self.core.join(Limits(8, 64, 4, 64, 64, identity=numerics))
+
+    def step(self) -> None:
+        step, outcome = self.core.plan(2, 0)
+        self.publisher.put(outcome)
+        assert step is not None
+        slots = step.chunk_slots[step.samples]
+        self.publisher.put(self.core.apply(StepResult(step.id, 0, slots, slots * 0 + 7, step_ns=1000), 3), 1)
+
+    def _end(self, name: str, finish: Finish, text: str) -> None:
+        assert finish is Finish.ERROR
+        self.ended[name] = text
+
+
+async def test_request_with_tokens_is_given_to_equal_numerics_alone(taker: Taker, shard_0: ScriptedScheduler) -> None:
+    """A scheduler that takes over reads the numerics in the record of the request."""
+    shard_0.shard = "shard-1"
+    names = ["a", "b"]
+    for name in names:
+        await taker.enqueue(name)
+    giver = Giver(taker, names, "h float32 int8")
+    for item in await taker.intake.read([4, 4, 4, 4]) + await taker.intake.read([4, 4, 4, 4]):
+        giver.entries[item.request.id] = item.entry
+    writing = asyncio.create_task(giver.publisher.run(lambda: None))
+    giver.step()
+    await giver.publisher.caught_up()
+    assert await taker.redis.hget(taker.keys.req("a"), "numerics") == b"h float32 int8"
+    found = {item.request.id: item.request for item in await taker.found()}
+    assert found["b"].numerics == "h float32 int8" and found["b"].outputs[0].tolist() == [7]
+
+    giver.core.lose(0, 4)
+    await giver.handover.settle_stranded({"shard-2": "h float32 none"}, 5.0)
+    assert await giver.handover.give({"shard-2": "h float32 none"}) == 0 and not giver.core.stranded()
+    giver.join("h float32 none")
+    assert giver.core.stranded() == dict.fromkeys(names, "h float32 int8")
+    await giver.handover.settle_stranded({"shard-2": "h float32 none"}, 6.0)
+    assert not giver.ended and giver.entries.keys() == set(names)
+    assert await giver.handover.give({"shard-2": "h float32 none", "shard-3": "h float32 int8"}, ["a"]) == 1
+    assert await taker.redis.hget(taker.keys.req("a"), "shard") == b"shard-3"
+    await giver.handover.settle_stranded({}, 6.0 + STRANDED_S)
+    assert giver.ended.keys() == {"b"} and "'h float32 int8', of which none came within 60 s" in giver.ended["b"]
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+
+
+async def test_shards_tell_their_numerics(taker: Taker, shard_0: ScriptedScheduler) -> None:
+    shard_0.lead(numerics="h float32 int8")
+    shards = Shards(taker.redis, taker.keys, "shard-1", 1000)
+    await taker.redis.hset(taker.keys.shards, "shard-0", "1")
+    await shards.look(0.0)
+    assert shards.numerics == {"shard-0": "h float32 int8"}

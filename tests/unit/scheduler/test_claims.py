@@ -23,7 +23,7 @@ class Queue:
         self.waiting = [f"r{number}" for number in range(WAITING)]
         self.claimed: list[str] = []
         self.held = Holdings()
-        self.shards: Any = SimpleNamespace(others=[], orphans=[], looks=0, pending=0)
+        self.shards: Any = SimpleNamespace(others=[], numerics={}, orphans=[], looks=0, pending=0)
         this: Any = self
         self.claims = Claims(this, self.held, self.shards, this, this, self._take, lambda: False, this)
 
@@ -51,8 +51,10 @@ class Queue:
         self.waiting += back
         return len(back)
 
-    async def give(self, shards: list[str]) -> None:
+    async def give(self, shards: dict[str, str]) -> None:
         assert not self.held.entries, "none has begun"
+
+    async def settle_stranded(self, shards: dict[str, str], now_s: float) -> None: ...
 
     def claim_begins(self) -> None: ...
 

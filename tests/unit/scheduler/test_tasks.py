@@ -156,7 +156,7 @@ async def test_step_with_an_unread_answer_is_not_blamed(monkeypatch: pytest.Monk
         if isinstance(reason, StepFailedError):
             blamed.append(list(in_flight.plans))
 
-    monkeypatch.setattr(fleet_module, "WorkerLink", lambda worker, settings: link)
+    monkeypatch.setattr(fleet_module, "WorkerLink", lambda worker, settings, token: link)
     monkeypatch.setattr(fleet, "lose", losing)
     payload = queue_pb2.Request(id="a")
     service.core.add(NewRequest("a", [np.arange(5, dtype=np.int32)], 20, payload=payload), 0)

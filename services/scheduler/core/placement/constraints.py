@@ -61,10 +61,12 @@ class Placement:
         self.dock = -1  # replica number; -1 means none, until a replica joins that fits or one is assigned
         self._quarantine = QuarantineRule(self)
         self._fits = Fits(self)
+        self._numerics = SameNumerics()
         self._adapter = AdapterNotRefused(self)
         self._role = Role(self)
         self._rules: tuple[Rule, ...] = (
-            self._quarantine, self._fits, self._adapter, OpenPolicy(state), KVReadable(self), self._role,
+            self._quarantine, self._fits, self._numerics, self._adapter, OpenPolicy(state), KVReadable(self),
+            self._role,
         )  # fmt: skip
 
     @property
@@ -122,7 +124,8 @@ class Placement:
         found = 0
         for sequence in [s for record in self.confined.values() for s in record.sequences]:
             runs = sequence.state is State.RUNNING and sequence.replica == replica.number
-            found += sequence.state is not State.ENDED and (runs or self._fits.holds(replica, sequence))
+            fits = self._numerics.allows(replica, sequence) and self._fits.holds(replica, sequence)
+            found += sequence.state is not State.ENDED and (runs or fits)
         return found
 
     def confined_waiting(self) -> bool:
@@ -131,7 +134,12 @@ class Placement:
 
     def _runs(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether `replica` may run a sequence, whatever its adapter."""
-        return self._quarantine.allows(replica, sequence) and self._fits.allows(replica, sequence)
+        rules = self._quarantine, self._fits, self._numerics
+        return all(rule.allows(replica, sequence) for rule in rules)
+
+    def strands(self, sequence: Sequence) -> bool:
+        """Return whether all replicas would give a sequence other numbers than those that its tokens are of."""
+        return bool(self.alive) and not any(self._numerics.allows(replica, sequence) for replica in self.alive)
 
 
 class OwesStep(Constraint[StepBuilder]):
@@ -204,6 +212,14 @@ class Fits(Rule):
         if sequence.misfit(limits):
             return False
         return len(placement.alive) == 1 or sequence.longest(limits) >= placement.longest(sequence)
+
+
+class SameNumerics(Rule):
+    """Let a request with tokens go on only where they would have been the same; one without any may run anywhere."""
+
+    def allows(self, replica: Replica, sequence: Sequence) -> bool:
+        before, here = sequence.record.request.numerics, replica.limits.identity
+        return not before or not here or before == here or not sequence.record.has_tokens
 
 
 class AdapterNotRefused(Rule):

@@ -1,0 +1,91 @@
+"""The digest of a model's weights: every byte of every tensor, read again by threads beside the load.
+
+`model_hash` of Describe. Equal ones mean equal numbers, which is what a sequence that goes on at another worker and a
+block of KV from one rely on. The threads run at a low priority: they take what the load leaves of the cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import queue
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from shared.errors import ModelError
+
+DIGITS = 32
+LEAF_BYTES = 8 << 20
+"""Bytes with a digest of their own; the fingerprint is the digest of these, so that threads can share a tensor."""
+READ_BYTES = 1 << 20
+MOST_THREADS = 4
+NICE = 10
+
+Span = tuple[Path, int, int]
+"""A file, the first byte of a tensor in it, and the bytes of the tensor."""
+
+
+class Fingerprint:
+    """Begins at once; `result` does what is left. The threads end with the process."""
+
+    def __init__(self, head: bytes, spans: Iterable[Span], threads: int = 1) -> None:
+        """head: what decides the numbers besides those of the tensors: settings, names, types and shapes. threads: at
+        most, and MOST_THREADS.
+        """
+        self._head = head
+        leaves = [leaf for span in spans for leaf in _leaves(*span)]
+        self._digests = [b""] * len(leaves)
+        self._left: queue.SimpleQueue[tuple[int, Span]] = queue.SimpleQueue()
+        for numbered in enumerate(leaves):
+            self._left.put(numbered)
+        self._errors: list[Exception] = []
+        count = min(threads, MOST_THREADS, len(leaves))
+        self._threads = [threading.Thread(target=self._run_aside, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def result(self) -> str:
+        """Return DIGITS hex digits. Raise ModelError where a file cannot be read."""
+        self._run()  # threads of a low priority may wait for long on a busy machine
+        for thread in self._threads:
+            thread.join()
+        if self._errors:
+            raise ModelError(f"the weights could not be read again for their digest: {self._errors[0]}")
+        return hashlib.sha256(hashlib.sha256(self._head).digest() + b"".join(self._digests)).hexdigest()[:DIGITS]
+
+    def _run_aside(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # a thread has a priority of its own on Linux alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        self._run()
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(READ_BYTES))
+        while not self._errors:
+            try:
+                number, span = self._left.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                self._digests[number] = _digest(*span, buffer)
+            except (OSError, EOFError) as error:
+                self._errors.append(error)
+
+
+def _leaves(path: Path, start: int, size: int) -> Iterable[Span]:
+    for at in range(0, max(size, 1), LEAF_BYTES):  # a tensor without a byte has a leaf, too
+        yield path, start + at, min(LEAF_BYTES, size - at)
+
+
+def _digest(path: Path, start: int, size: int, buffer: memoryview) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while size:
+            count = file.readinto(buffer[: min(size, READ_BYTES)])
+            if not count:
+                raise EOFError(f"{path} is cut off")
+            digest.update(buffer[:count])
+            size -= count
+    return digest.digest()

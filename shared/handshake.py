@@ -1,0 +1,66 @@
+"""Begin a Run: the versions that scheduler and worker tell each other, and the scheduler's right to the worker.
+
+The lease in Redis holds the digest of a token that only its scheduler has. A worker compares Hello with that lease and
+with its own record, in which `take_worker.lua` has written shard and epoch. So each epoch is one that Redis gave, and a
+process that may only read Redis can begin no Run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from protos import worker_pb2
+
+VERSION = (1, 1)
+"""Of worker.proto. The minor one grows with each release that changes the meaning of a message, the major one where the
+builds before cannot be served."""
+FIRST = (1, 0)
+"""Of builds that name none."""
+
+
+def version() -> worker_pb2.Version:
+    """Return this build's version as it goes on the wire."""
+    return worker_pb2.Version(major=VERSION[0], minor=VERSION[1])
+
+
+def wrong_version(theirs: worker_pb2.Version | None, who: str, here: str) -> str:
+    """Return why a peer is refused; empty where it is at most one minor version away. theirs: None where it names none;
+    who, here: the peer and this process.
+    """
+    major, minor = FIRST if theirs is None else (theirs.major, theirs.minor)
+    if major == VERSION[0] and abs(minor - VERSION[1]) <= 1:
+        return ""
+    older = who if (major, minor) < VERSION else here
+    return (
+        f"version: {who} speaks {major}.{minor} of worker.proto and {here} {VERSION[0]}.{VERSION[1]}, which may be one "
+        f"minor version apart; update {older}"
+    )
+
+
+def digest_of(token: str) -> str:
+    """Return what the lease holds of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()[:32]
+
+
+def wrong_run(
+    first: worker_pb2.Step, shard: bytes | None, run: bytes | None, lease: bytes | None, is_known: bool = False
+) -> str:
+    """Return why the first step of a Run does not begin it; empty where it does.
+
+    shard, run: of the worker's record; lease: that of the shard that the step names. None where Redis has none.
+    is_known: whether the scheduler needs no token, as it runs as the worker's user on its host or has a certificate:
+    one of version 1.0 has none.
+    """
+    hello = first.hello
+    if shard != hello.shard.encode() or run != str(first.epoch).encode():
+        return (
+            f"epoch: Redis has given this worker to no Run {first.epoch} of shard {hello.shard[:100]!r}; take the "
+            f"worker again"
+        )
+    if lease and is_known and not hello.token:
+        return ""
+    held = (lease or b"").partition(b":")[2]
+    if not held or not hmac.compare_digest(held, digest_of(hello.token).encode()):
+        return f"token: not that of the lease of shard {hello.shard[:100]!r}; update the scheduler, or restart it"
+    return ""
