@@ -19,8 +19,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
 from services.worker.parallel.leader import Ranks
-from services.worker.pipeline import Item, Observer, Pipeline, Results, RunState
-from services.worker.run_server import RefusedError, RunServer
+from services.worker.serving.pipeline import Item, Observer, Pipeline, Results, RunState
+from services.worker.serving.run_server import RefusedError, RunServer
 from shared.errors import ConfigurationError
 from shared.keys import EPOCHS
 

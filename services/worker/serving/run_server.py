@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from protos import worker_pb2
-from services.worker.pipeline import Results, RunState
+from services.worker.serving.pipeline import Results, RunState
 from shared import run_socket
 from shared.errors import ProtocolError
 from shared.processes.listeners import is_own

@@ -19,8 +19,8 @@ import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
-from services.worker.pipeline import OVER, Item, Pipeline, RunState
-from services.worker.server import OPTIONS
+from services.worker.serving.pipeline import OVER, Item, Pipeline, RunState
+from services.worker.serving.server import OPTIONS
 from services.worker.watchdog import end_process
 from shared.errors import ConfigurationError
 
