@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from bench import render
-from bench.peers import kill, plots, servers
+from bench.peers import kill, servers
 from bench.peers.kill import Load
 
 OURS = next(server for server in servers.SERVERS if server.name == "orcinus float32")
@@ -74,35 +72,3 @@ async def test_broken_streams_are_told_from_whole_ones_and_go_on(answers: Any) -
     assert sorted(made.resumed) == [("r1", "r:0")] * 2 + [("r2", "r:0")] * 2
     assert sorted(stream.text for stream in streams if not stream.error) == ["one two"] * 4
     assert all("http 404" in stream.error for stream in streams if stream.error)
-
-
-async def test_undisturbed_run_in_which_a_stream_fails_is_an_error(answers: Any) -> None:
-    _, url = answers
-    running: Any = type("Running", (), {"server": OURS, "url": url})
-    with pytest.raises(RuntimeError, match="of 64 streams failed without a fault"):
-        await kill.undisturbed(running)
-
-
-def test_table_and_picture_show_each_case_and_what_failed(tmp_path: Path) -> None:
-    found = {
-        "right": 60, "cut": 4, "resumed_right": 3, "resumed_differ": 0, "differ": 0, "first_token_s": 1.25,
-        "differ_without_fault": 0, "streams": 64,
-    }  # fmt: skip
-    row = {
-        "server": "a", "peer": "vllm", "killed": "engine", "rounds": [], "error": "no | wheel", "first_token_s": None,
-    }  # fmt: skip
-    rows = [
-        row,
-        row | {"server": "b", "peer": "orcinus", "rounds": [found, found | {"right": 61}], "first_token_s": 1.2},
-    ]
-    result = {"settings": {"streams": 64, "rounds": 2}, "rows": rows}
-    text = render.section("kill", "table", {"kill": result})
-    assert "| a | engine | does not run: no \\| wheel |" in text
-    assert "| **b** | engine | 60-61 | 4 | 3 | 0 | 1.2 | 0 |" in text
-    plots.kill_chart(result, tmp_path / "kill.png")
-    assert (tmp_path / "kill.png").stat().st_size > 1000
-    assert plots.kept(found)["lost"] == 1
-
-
-def test_each_of_our_processes_is_killed_in_turn() -> None:
-    assert [part for server, part in kill.cases() if server is OURS] == ["worker", "scheduler", "gateway", "redis"]
