@@ -1,13 +1,20 @@
-"""`models.yaml` as the gateway and the launcher read it: names, options, and what is refused by name."""
+"""What is read of models: models.toml, the placer's records, `alpha_pattern` of adapters."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from shared.errors import ConfigurationError
+from shared.models.adapters import AdapterConfig, parse_config
 from shared.models.models_file import MOST_BYTES, MOST_MODELS, read_models
+from shared.placement import MOST_MS, Placement, read_placements
 from shared.settings import GatewaySettings
 
 GOOD = """
@@ -127,3 +134,65 @@ def test_file_is_refused_by_name(tmp_path: Path, text: str, problem: str) -> Non
 def test_file_that_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"none\.yaml: cannot be read: No such file"):
         read_models(tmp_path / "none.yaml")
+
+
+PLACED = Placement(True, 1200, 1_700_000_000_000, (0, 10, 20, 30), 2)
+
+
+def test_record_is_read_as_it_was_written() -> None:
+    assert Placement.decode(PLACED.encode()) == PLACED
+    assert read_placements({b"a": PLACED.encode(), b"b": b"{", b"\xff": PLACED.encode()}) == {"a": PLACED}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("true", "1"), ("1200", "-1"), ("1200", "1.5"), ("1200", str(MOST_MS + 1)), ("1200", "true"),
+        ("1700000000000", "1e30"), ("[0,10,20,30]", "[0,10,20]"), ("[0,10,20,30]", '[0,10,20,"x"]'),
+        ("[0,10,20,30]", "0"), ("load_ms", "load"), ("{", "["),
+        ('"failed":2', '"failed":7'), ('"failed":2', '"failed":-1'), (',"failed":2', ""),
+    ],
+)  # fmt: skip
+def test_record_that_no_placer_writes_is_refused(old: str, new: str) -> None:
+    text = PLACED.encode().decode()
+    assert old in text
+    with pytest.raises((ValueError, TypeError)):
+        Placement.decode(text.replace(old, new).encode())
+
+
+def peft_alpha(patterns: dict[str, float], module: str) -> float:
+    """Return the alpha as PEFT finds it (peft.utils.other.get_pattern_key): the first key that matches."""
+    fits = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({re.escape(key)})$", module))
+    return next(fits, 8.0)
+
+
+def test_module_has_the_alpha_of_the_first_pattern_that_fits() -> None:
+    draw = random.Random(3)
+    names = [".".join(parts) for size in (1, 2, 3) for parts in itertools.product("ab", repeat=size)]
+    for _ in range(300):
+        patterns = {name: float(at) for at, name in enumerate(draw.sample(names, draw.randrange(8)))}
+        made = parse_config(json.dumps({"lora_alpha": 8, "alpha_pattern": patterns}).encode())
+        for module in ("a.b.a", "b.b.b.b", "xa.b", "a"):
+            assert made.scale(module, 1) == peft_alpha(patterns, module), (patterns, module)
+
+
+class Patterns(Mapping[str, float]):
+    """Patterns that are looked up, never walked through: there may be 65,536, and as many modules."""
+
+    def __init__(self, alphas: dict[str, float]) -> None:
+        self._alphas = alphas
+
+    def __getitem__(self, name: str) -> float:
+        return self._alphas[name]
+
+    def __len__(self) -> int:
+        return len(self._alphas)
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all patterns were read for one module")
+
+
+def test_alpha_of_a_module_is_looked_up() -> None:
+    made = AdapterConfig(8, False, Patterns({"self_attn.q_proj": 16, "q_proj": 4}), "")
+    modules = ("model.layers.0.self_attn.q_proj", "model.layers.0.q_proj", "model.layers.0.v_proj")
+    assert [made.scale(module, 2) for module in modules] == [8, 2, 4]

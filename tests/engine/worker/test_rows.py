@@ -1,11 +1,17 @@
-"""The rows of an iteration have the sampling of the sequences that its slots hold then."""
+"""The rows of an iteration: their sampling, the order of their masks, and the metrics that sum them up."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from protos import worker_pb2
+from services.worker.grammar import Question, Turns
+from services.worker.metrics import Metrics
 from services.worker.sampling import SamplingTable
+from services.worker.slots import Chunks
+from shared.columns import pack
+from shared.text.grammar_process import NO_TOKENS
 
 
 def rows_of(table: SamplingTable, known: int) -> tuple[float, int, bool, bool]:
@@ -86,3 +92,82 @@ def test_rows_keep_the_log_probabilities_of_their_slots() -> None:
     table.enter(1, worker_pb2.Sampling(top_p=1.0))
     rows = table.rows(slots, slots + 7, slots + 3, np.zeros((2, 64), np.int32))
     assert rows.likely is None and not rows.want_logprob.any()
+
+
+def put(turns: Turns, *which: tuple[int, int]) -> list[Question]:
+    """Add questions of (tenant, key)."""
+    questions = []
+    for tenant, key in which:
+        questions.append(Question(tenant, key, "", NO_TOKENS))
+        turns.put(questions[-1])
+    return questions
+
+
+def order(turns: Turns) -> list[int]:
+    keys = []
+    while (question := turns.take()) is not None:
+        keys.append(question.key)
+    return keys
+
+
+def test_tenants_take_turns_and_sequences_go_by_arrival() -> None:
+    turns = Turns()
+    put(turns, (7, 1), (7, 2), (7, 3), (7, 4), (3, 5), (9, 6), (3, 7))
+    assert order(turns) == [1, 5, 6, 2, 7, 3, 4]
+
+
+def test_tenant_waits_for_one_question_of_each_other_tenant() -> None:
+    """Also when those have more all the time."""
+    turns = Turns()
+    put(turns, *((1, key) for key in range(100)), *((2, key) for key in range(100, 200)))
+    for key in range(500, 520):
+        put(turns, (3, key))
+        taken = []
+        while key not in taken and (question := turns.take()) is not None:
+            taken.append(question.key)
+            if question.tenant != 3:
+                put(turns, (question.tenant, question.key))
+        assert len(taken) <= 3
+
+
+def test_cancelled_question_takes_no_turn() -> None:
+    turns = Turns()
+    first, second, _, _ = put(turns, (1, 1), (1, 2), (2, 3), (1, 4))
+    assert first.masks.cancel() and second.masks.cancel()
+    assert order(turns) == [4, 3]
+    gone = put(turns, (5, 6))[0]
+    assert gone.masks.cancel()
+    assert turns.take() is None
+
+
+def test_taken_question_cannot_be_cancelled() -> None:
+    turns = Turns()
+    put(turns, (1, 1))
+    question = turns.take()
+    assert question is not None and not question.masks.cancel()
+
+
+def test_worker_metrics_add_up_what_steps_took_and_ran() -> None:
+    metrics = Metrics()
+    metrics.answering(lambda: 17)
+    timings = worker_pb2.Timings(
+        queued_ns=1_000_000, idle_ns=2_000_000, forward_ns=30_000_000, sample_ns=4_000_000, total_ns=35_000_000
+    )
+    result = worker_pb2.Result(slots=pack([0, 2]), tokens=pack([9, 9]), timings=timings, swap_out_acks=pack([5, 6, 7]))
+    result.late_slots = pack([1])
+    lengths = np.array([1, 40, 1], np.int32)
+    slots = np.arange(3, dtype=np.int32)
+    chunks = Chunks(slots=slots, starts=slots, lengths=lengths, samples=np.array([True, False, True]), late=slots[:0])
+    for _ in range(2):
+        metrics.step(result, chunks)
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"orcinus_worker_{name}", labels)
+
+    assert value("busy_seconds_total") == pytest.approx(0.068)
+    assert value("step_phase_seconds_sum", phase="forward") == pytest.approx(0.06)
+    assert value("step_phase_seconds_count", phase="idle") == 2
+    assert (value("computed_tokens_total", phase="decode"), value("computed_tokens_total", phase="prefill")) == (4, 80)
+    assert (value("sampled_tokens_total"), value("step_sequences"), value("last_step")) == (4, 3, 17)
+    assert value("late_rows_total") == 2
+    assert (value("copied_blocks_total", to="host"), value("copied_blocks_total", to="device")) == (6, 0)

@@ -1,15 +1,30 @@
-"""Frames of a Run over a Unix socket: whole ones come out, however the bytes were cut."""
+"""The wire: columns of numbers, and frames of a Run over a Unix socket."""
 
 from __future__ import annotations
 
 import random
 
 import grpc
+import numpy as np
 import pytest
 
 from shared import run_socket
+from shared.columns import pack, unpack, unpack_list
 from shared.errors import ProtocolError
 from shared.run_socket import END, FRAME_BYTES, HEADER, MESSAGE, Frames, end, is_name, message, new_name, read_end
+
+
+def test_list_of_a_column_is_that_of_its_array() -> None:
+    for values in ([], [0], [-1, 2**31 - 1, -(2**31), 258]):
+        column = pack(values)
+        assert unpack_list(column) == unpack(column).tolist() == values
+        assert column == np.array(values, "<i4").tobytes()
+
+
+def test_list_of_a_broken_column_is_refused_as_its_array() -> None:
+    for read in (unpack, unpack_list):
+        with pytest.raises(ValueError, match=r"size|multiple"):
+            read(b"\0" * 6)
 
 
 def test_frames_come_out_whole_however_bytes_were_cut() -> None:
