@@ -130,23 +130,6 @@ def test_input_tokens_are_those_of_the_response(client: openai.OpenAI, gateway: 
         client.with_options(api_key=OTHER).responses.input_tokens.count(previous_response_id=first.id, **asked)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
-        ({}, "input", "invalid_value"),
-        ({"input": "x", "max_output_tokens": 1}, "max_output_tokens", "unknown_parameter"),
-        ({"input": "x", "previous_response_id": "resp_0"}, "previous_response_id", "previous_response_not_found"),
-        ({"input": "word " * 600}, "input", "context_length_exceeded"),
-    ],
-)
-def test_input_that_cannot_be_counted_is_refused(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, fields: dict[str, Any], param: str, code: str
-) -> None:
-    refused = gateway.post("/v1/responses/input_tokens", fields)
-    error = refused.json()["error"]
-    assert (refused.status_code, error["param"], error["code"]) == (400, param, code), error
-
-
 def test_conversation_that_is_too_long_loses_its_first_turns(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
