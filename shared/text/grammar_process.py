@@ -182,7 +182,7 @@ class _Allocated(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_size_t) for name in MALLINFO)
 
 
-def _allocator() -> tuple[Callable[[], int], Callable[[], object]]:
+def allocator() -> tuple[Callable[[], int], Callable[[], object]]:
     """Return a function that returns the bytes in use of malloc, which llguidance takes its memory from, and one that
     gives free ones back to the system. Without glibc no byte is counted.
     """
@@ -200,7 +200,7 @@ def _allocator() -> tuple[Callable[[], int], Callable[[], object]]:
     return used, lambda: trim(0)
 
 
-class _Followed:
+class Followed:
     """The far end's sequences: grammar, matcher and outputs by key.
 
     Copies of one grammar share most of its memory, the states of its lexer, so memory is counted by grammar.
@@ -213,7 +213,7 @@ class _Followed:
         self._matchers: dict[int, tuple[str, LLMatcher, list[int]]] = {}
         self._ended: dict[int, str] = {}  # sequences of grammars that ended in a question of another one: why
         self._sizes: dict[str, int] = {}  # bytes by grammar, of those with a sequence or in the cache
-        self._used, self._trim = _allocator()
+        self._used, self._trim = allocator()
         self._until = 0.0  # processor time of the process from which on no guess is followed
 
     def answer(self, question: bytes) -> bytes:
@@ -338,7 +338,7 @@ def _allows_one(mask: bytes) -> bool:
     return int.from_bytes(mask, "little").bit_count() == 1
 
 
-def _answer(followed: _Followed, question: bytes) -> bytes:
+def reply_to(followed: Followed, question: bytes) -> bytes:
     """Return the frame that answers a question."""
     try:
         return TAKEN + followed.answer(question)
@@ -360,14 +360,14 @@ def main() -> int:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process: a handler would wait for llguidance to return
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         settings = json.loads(connection.recv_bytes(1 << 20))
-        followed = _Followed(_opened(settings), int(KEPT_SHARE * settings["bytes"]))
+        followed = Followed(_opened(settings), int(KEPT_SHARE * settings["bytes"]))
         yield_to_others(settings["yields_to_all"])
         confine(settings["bytes"])
         while True:
             question = connection.recv_bytes(MOST_QUESTION_BYTES)
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
             began = time.process_time()
-            answer = _answer(followed, question)
+            answer = reply_to(followed, question)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(SPENT.pack(time.process_time() - began) + answer)
     return 0

@@ -157,9 +157,10 @@ def test_what_changes_the_bytes_of_a_block_changes_the_format(reference: Referen
 def test_computing_backend_is_part_of_the_format(reference: Reference) -> None:
     """Kernels that lay a block out alike, and ranks that hold a part of it."""
     engine = make_engine(reference.path, kernels="reference")
-    cache, tier = engine.cache, engine._tier
-    formats = [engine.info().kv_format, tier.describe(cache, "cuda", engine.model_hash)["kv_format"]]
-    for parallel in (ParallelState(), ParallelState(tp=2), ParallelState(pp=2)):
-        tier._parallel = parallel
-        formats.append(tier.describe(cache, "reference", engine.model_hash)["kv_format"])
-    assert formats[0] == formats[2] and len(set(formats)) == 4
+    formats = [engine.info().kv_format]
+    for kernels, tp, pp in (("reference", 1, 1), ("cuda", 1, 1), ("reference", 2, 1), ("reference", 1, 2)):
+        parallel = ParallelState()
+        tier = HostTier(WorkerSettings(model=reference.path, kernels="reference"), parallel)
+        parallel.tp, parallel.pp = tp, pp
+        formats.append(tier.describe(engine.cache, kernels, engine.model_hash)["kv_format"])
+    assert formats[0] == formats[1] and len(set(formats)) == 4

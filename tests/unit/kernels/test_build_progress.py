@@ -26,7 +26,7 @@ def test_compilation_is_shown_in_percent(
 ) -> None:
     compiler = write_compiler(tmp_path)
     sources = [tmp_path / f"{name}.cpp" for name in "abcd"]
-    monkeypatch.setattr(build, "_sources", lambda: sources)
+    monkeypatch.setattr(build, "source_files", lambda: sources)
     with caplog.at_level(logging.INFO):
         build.compile_to(tmp_path / "all.so", str(compiler), [])
     assert (tmp_path / "all.so").read_text() == "made\n"
@@ -41,7 +41,7 @@ def test_compilation_has_a_line_while_no_file_is_complete(
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     compiler = write_compiler(tmp_path, f'case "$*" in *" -c "*) cat "{gate}" > /dev/null;; esac')
-    monkeypatch.setattr(build, "_sources", lambda: [tmp_path / "a.cpp"])
+    monkeypatch.setattr(build, "source_files", lambda: [tmp_path / "a.cpp"])
     monkeypatch.setattr(build, "PROGRESS_S", 0.01)
 
     def lines_of_nothing() -> int:

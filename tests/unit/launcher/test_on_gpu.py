@@ -91,8 +91,8 @@ def test_w8a8_beside_a_gpu_is_refused_before_start(tmp_path: Path, monkeypatch: 
     stored = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": scheme}}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": stored}))
     with pytest.raises(ConfigurationError, match=r"in w8a8, which .* on a CPU alone; give DEVICE=cpu"):
-        up._check_model(LauncherSettings(), WorkerSettings(model=tmp_path), "MODEL")
-    up._check_model(LauncherSettings(), WorkerSettings(model=tmp_path, device="cpu"), "MODEL")
+        up.check_model(LauncherSettings(), WorkerSettings(model=tmp_path), "MODEL")
+    up.check_model(LauncherSettings(), WorkerSettings(model=tmp_path, device="cpu"), "MODEL")
 
 
 def test_gpu_that_cannot_be_used_is_not_expected(usable_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
