@@ -54,19 +54,6 @@ def test_orca_runs_prompts_whole_unless_no_step_holds_them() -> None:
 # -- sarathi
 
 
-def test_sarathi_fills_the_budget_with_decodes_first_then_chunks() -> None:
-    """Budget 8: B = n_decode + n_prefill at every step while the long prompt lasts."""
-    h = house("sarathi", step_tokens=8)
-    h.add_all(("a", 4, 6), ("b", 20, 3), seed=1)
-    assert h.step() == {"a": (0, 4), "b": (0, 4)}
-    assert h.step() == {"a": (4, 1), "b": (4, 7)}
-    assert h.step() == {"a": (5, 1), "b": (11, 7)}
-    assert h.step() == {"a": (6, 1), "b": (18, 2)}
-    assert h.step() == {"a": (7, 1), "b": (20, 1)}
-    assert h.step() == {"a": (8, 1), "b": (21, 1)}
-    assert h.core.idle
-
-
 def test_sarathi_preempts_the_newest_and_it_keeps_its_place() -> None:
     """8 blocks of 2. At position 8 both need a fifth block and none is left: b yields its four.
 
