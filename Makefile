@@ -129,7 +129,7 @@ schemathesis: install-dev kernels-build ## generated requests, valid and broken,
 	$(PY) -m tests.api_fuzz.run $(call option,examples,$(EXAMPLES)) $(call option,seconds,$(SECONDS)) $(ARGS)
 
 fuzz: install-dev ## generated texts, tokens, bodies and templates, checked in the process (SECONDS=60)
-	$(PY) -m tests.unit.fuzz.run $(call option,seconds,$(SECONDS))
+	end=$$(( $$(date +%s) + $(or $(SECONDS),60) )); while [ $$(date +%s) -lt $$end ]; do $(MAKE) --no-print-directory explore TESTS=tests/unit/fuzz || exit 1; done
 
 explore: install-dev ## every generated test with new examples (TESTS=tests/unit)
 	$(PY) -m pytest --hypothesis-profile explore -m hypothesis $(or $(TESTS),tests)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,15 @@ class SseLines:
         lines = (self._rest + chunk).split(b"\n")
         self._rest = lines.pop()
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+async def payloads(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the payloads of a stream's `data:` lines to its end, without `[DONE]`."""
+    lines = SseLines()
+    async for chunk in content.iter_any():
+        for payload in lines.feed(chunk):
+            if payload != b"[DONE]":
+                yield payload
 
 
 def note_event(record: Record, payload: bytes, now_s: float) -> None:

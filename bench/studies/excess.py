@@ -27,6 +27,7 @@ import numpy as np
 import orjson
 
 from bench.result import RESULTS, provenance, write
+from bench.serve.client import payloads
 
 PROMPT, OUTPUT, AT_ONCE, DEADLINE_MS, AFTER = 200, 32, 64, 5000, 0.9
 HORIZON_S, LATE_S = 60, 10
@@ -98,10 +99,8 @@ class Client:
         return one
 
     async def _read(self, answer: aiohttp.ClientResponse, one: Seen) -> None:
-        async for line in answer.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = orjson.loads(line[6:])
+        async for payload in payloads(answer.content):
+            event = orjson.loads(payload)
             if "error" in event:
                 one.code = event["error"]["code"]
             elif event["choices"]:

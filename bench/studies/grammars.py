@@ -23,6 +23,7 @@ import aiohttp
 import numpy as np
 
 from bench.result import RESULTS, provenance, write
+from bench.serve.client import payloads
 
 STREAMS, OUTPUT, OTHERS = 4, 100, 4
 GOAL = 1.2
@@ -63,12 +64,11 @@ class Load:
             async with self._post(self._options.quiet_key, body) as answer:
                 answer.raise_for_status()
                 last = 0.0
-                async for line in answer.content:
-                    if line.startswith(b"data: {"):
-                        now = time.monotonic()
-                        if last:
-                            gaps.append(now - last)
-                        last = now
+                async for _ in payloads(answer.content):
+                    now = time.monotonic()
+                    if last:
+                        gaps.append(now - last)
+                    last = now
 
     async def _other(self, end: float, is_costly: bool, statuses: Counter[int]) -> None:
         while time.monotonic() < end:

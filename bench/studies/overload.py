@@ -24,6 +24,7 @@ import aiohttp
 import numpy as np
 
 from bench.result import RESULTS, ROOT, provenance, write
+from bench.serve.client import payloads
 
 RESULT = ROOT / "bench" / "results" / "overload.json"
 PROMPT, OUTPUT, AT_ONCE, LOAD, FLOOD, GOAL = 200, 32, 64, 0.15, 10.0, 1.3
@@ -66,10 +67,9 @@ class Client:
         headers = {"Authorization": f"Bearer {key}"}
         async with self._session.post(f"{self._url}/v1/completions", json=body, headers=headers) as answer:
             if answer.status == OK_STATUS:
-                async for line in answer.content:
-                    if line.startswith(b"data:"):
-                        seen.ttft_s.append(time.monotonic() - due)
-                        break
+                async for _ in payloads(answer.content):
+                    seen.ttft_s.append(time.monotonic() - due)
+                    break
             end = await answer.read()
             code = "" if answer.status == OK_STATUS else f" {json.loads(end)['error']['code']}"
             seen.answers[f"{answer.status}{code}"] += 1

@@ -110,13 +110,13 @@ def tiles_refusal() -> str:
     """
     if not cpu_flags() >= TILE_FLAGS:
         return ""
-    error = _request_tiles()
+    error = request_tiles()
     if not error:
         return ""
     return f"the system refuses tile registers: arch_prctl(ARCH_REQ_XCOMP_PERM): {os.strerror(error)}"
 
 
-def _request_tiles() -> int:
+def request_tiles() -> int:
     """Return 0, or the error number of arch_prctl: of a seccomp filter, or of Linux before 5.16."""
     arch_prctl, request, tile_data = 158, 0x1023, 18  # Linux on x86-64: arch/x86/include/uapi/asm/prctl.h
     libc = ctypes.CDLL(None, use_errno=True)
@@ -156,14 +156,14 @@ def native_flags() -> list[str]:
 
 def prebuilt_path(variant: Variant) -> Path:
     """Return where an image has the library of a variant, made of these very sources."""
-    return PREBUILT / f"{variant.name}-{_digest(_sources(), variant.flags)}.so"
+    return PREBUILT / f"{variant.name}-{_digest(source_files(), variant.flags)}.so"
 
 
 @_refusals()
 def compile_cached(compiler: str, flags: Sequence[str], machine: str) -> Path:
     """Compile unless that was done before. `machine` goes into the name. Raise BuildError."""
-    version = _run([compiler, "-dumpfullversion", "-dumpmachine"])
-    target = _kept(f"{_digest(_sources(), flags, version, machine)}.so")
+    version = run_command([compiler, "-dumpfullversion", "-dumpmachine"])
+    target = _kept(f"{_digest(source_files(), flags, version, machine)}.so")
     if not target.is_file():
         with alone(target.parent / "lock"):
             if not target.is_file():
@@ -226,7 +226,7 @@ def compile_to(target: Path, compiler: str, flags: Sequence[str]) -> None:
     """Compile and link every source. Other processes see the whole file or none. Raise BuildError."""
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         work = Path(name)
-        sources = [path for path in _sources() if path.suffix == ".cpp"]
+        sources = [path for path in source_files() if path.suffix == ".cpp"]
         objects = [work / f"{path.stem}.o" for path in sources]
         commands = [
             [compiler, *FLAGS, *flags, "-c", str(source), "-o", str(made)]
@@ -234,7 +234,7 @@ def compile_to(target: Path, compiler: str, flags: Sequence[str]) -> None:
         ]
         begun = time.monotonic()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            waiting = {pool.submit(_run, command) for command in commands}
+            waiting = {pool.submit(run_command, command) for command in commands}
             while waiting:
                 compiled, waiting = wait(waiting, PROGRESS_S, FIRST_COMPLETED)
                 for one in compiled:
@@ -243,7 +243,7 @@ def compile_to(target: Path, compiler: str, flags: Sequence[str]) -> None:
                 log.info("compiling the CPU kernels: %d %%, %.0f s", percent, time.monotonic() - begun)
         linked = work / "all.so"
         extra = [flag for flag in flags if flag.startswith("-fsanitize")]
-        _run([compiler, "-shared", "-fopenmp", *extra, *map(str, objects), "-o", str(linked)])
+        run_command([compiler, "-shared", "-fopenmp", *extra, *map(str, objects), "-o", str(linked)])
         linked.replace(target)
 
 
@@ -260,7 +260,7 @@ def build_all(compiler: str) -> list[Path]:
     return made
 
 
-def _sources() -> list[Path]:
+def source_files() -> list[Path]:
     if not SOURCES.is_dir():
         raise FileNotFoundError(SOURCES)
     return sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
@@ -273,7 +273,7 @@ def _digest(sources: Sequence[Path], *more: str | Sequence[str]) -> str:
     return digest.hexdigest()[:20]
 
 
-def _run(command: list[str]) -> str:
+def run_command(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

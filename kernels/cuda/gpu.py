@@ -38,7 +38,7 @@ of 40 GiB would take 64."""
 
 _HOST_MAPPED = 2  # cudaHostRegisterMapped of the runtime's API: kernels read and write it under the same address
 _HOST_READ_ONLY = 8  # cudaHostRegisterReadOnly: memory that this process has no right to write
-_entered = threading.local()  # `device` with the `main` stream that is the thread's current stream
+entered = threading.local()  # `device` with the `main` stream that is the thread's current stream
 
 
 class CudaEvent(Event):
@@ -139,10 +139,10 @@ class CudaDevice(Device):
 
     def enter(self) -> None:
         """Make `main` of this device what torch and CuPy use in the calling thread."""
-        if getattr(_entered, "device", None) is not self:
+        if getattr(entered, "device", None) is not self:
             cuda.set_device(self.torch_device)
             cuda.set_stream(self._main.stream)
-            _entered.device = self
+            entered.device = self
 
     def resident(self, block: Block) -> int:
         return resident_of(loader.present_architecture(), *block)

@@ -83,7 +83,7 @@ class Program:
         self._params = self.cubin.params_bytes()
         self._functions: dict[str, Any] = {}
         self._streams: dict[int, _Stream] = {}
-        if _has_gpu():
+        if has_gpu():
             self._load()
 
     def _load(self) -> None:
@@ -167,7 +167,7 @@ def _nvrtc() -> Any:
 
 
 @cache
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     try:
         import cupy
     except ImportError as error:
@@ -178,7 +178,7 @@ def _has_gpu() -> bool:
 @cache
 def present_architecture() -> str:
     """Return the architecture of the current device. Raise CudaError when there is none."""
-    if not _has_gpu():
+    if not has_gpu():
         raise CudaError(f"no GPU is here: name an architecture to compile for, such as {ARCHITECTURES[-1]}")
     import cupy
 

@@ -148,7 +148,7 @@ class Program:
 
     def _line_of(self, code: re.Match[str]) -> str:
         """Return the source line of an address: of the function that was inlined there, unless it is the emulator's."""
-        found = cpu_build._run(["addr2line", "-i", "-e", str(self._path), code[1]]).splitlines()
+        found = cpu_build.run_command(["addr2line", "-i", "-e", str(self._path), code[1]]).splitlines()
         lines = [line for line in found if not line.startswith(str(INCLUDE))]
         return Path((lines or found)[0].partition(" (discriminator")[0]).name
 
@@ -168,7 +168,7 @@ def compiled(source: Path, include: tuple[Path, ...] = (), flags: tuple[str, ...
     folders = (INCLUDE, *include, source.parent)
     headers = sorted(path for folder in folders for path in folder.iterdir() if path.suffix in (".h", ".cuh"))
     flags = (*FLAGS, *flags, *((str(compiled(CHECKER)),) if "-fsanitize=thread" in flags else ()))
-    version = cpu_build._run([compiler, "-dumpfullversion", "-dumpmachine"])
+    version = cpu_build.run_command([compiler, "-dumpfullversion", "-dumpmachine"])
     digest = cpu_build._digest([source, *headers], flags, version)
     target = cpu_build.CACHE / "emulator" / f"{source.stem}-{digest}.so"
     if target.is_file():
@@ -184,7 +184,7 @@ def _compile(command: list[str], target: Path) -> None:
     """Other processes see the whole library or none."""
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         made = Path(name) / "made.so"
-        cpu_build._run([*command, "-o", str(made)])
+        cpu_build.run_command([*command, "-o", str(made)])
         made.replace(target)
     for old in sorted(target.parent.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
         old.unlink(missing_ok=True)

@@ -394,7 +394,7 @@ def _fetch_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
     pull(name, bars, before_weights=look)
 
 
-def _check_model(launcher: LauncherSettings, worker: WorkerSettings, sources: str) -> None:
+def check_model(launcher: LauncherSettings, worker: WorkerSettings, sources: str) -> None:
     """sources: where the model can be given."""
     if problem := model_problem(worker.model, worker.load_format):
         raise ConfigurationError(f"{problem} ({sources})")
@@ -439,7 +439,7 @@ def check_models(stacks: Sequence[ModelStack], most: int = 0) -> None:
     """
     for stack in stacks:
         with stack.options.located():
-            _check_model(stack.launcher, stack.worker, stack.options.of_file.get("model", MODEL_SOURCES))
+            check_model(stack.launcher, stack.worker, stack.options.of_file.get("model", MODEL_SOURCES))
     shares = [
         share_of(stack.worker.model, stack.worker, len(stack.launcher.roles()))
         for stack in stacks
@@ -541,14 +541,14 @@ def _is_private(status: os.stat_result) -> bool:
 def _folder_in_memory(run_dir: Path) -> Path:
     """Return a name of its own for each run directory of a user and a host: containers may share the memory."""
     place = f"{socket.gethostname()}\n{run_dir}"
-    return SHARED_MEMORY / f"{_prefix()}{hashlib.sha256(os.fsencode(place)).hexdigest()[:12]}"
+    return SHARED_MEMORY / f"{folder_prefix()}{hashlib.sha256(os.fsencode(place)).hexdigest()[:12]}"
 
 
-def _prefix() -> str:
+def folder_prefix() -> str:
     return f"orcinus-{os.geteuid()}-"
 
 
-def _held(path: str | Path, folder: int | None = None) -> int | None:
+def lock_own(path: str | Path, folder: int | None = None) -> int | None:
     """Return an open file or folder that this process locks now; None where another one has the lock, or it is gone.
 
     path: relative to the open `folder`, where it is given. Raise OSError for one that cannot be opened or locked.
@@ -572,20 +572,20 @@ def remove_abandoned() -> None:
     A launcher holds the lock of its folder while it lives, and a worker that of its file: neither is free by then. An
     older launcher holds none, so the files decide, too.
     """
-    names = re.compile(re.escape(_prefix()) + "[0-9a-f]{12}")
+    names = re.compile(re.escape(folder_prefix()) + "[0-9a-f]{12}")
     try:
         folders = [SHARED_MEMORY / name for name in filter(names.fullmatch, os.listdir(SHARED_MEMORY))]
     except OSError:
         return
     for folder in folders:
         with contextlib.ExitStack() as descriptors, contextlib.suppress(OSError):
-            if _folder_problem(folder) or (descriptor := _held(folder)) is None:
+            if _folder_problem(folder) or (descriptor := lock_own(folder)) is None:
                 continue
             descriptors.callback(os.close, descriptor)
             in_use = False
             for name in os.listdir(descriptor):
                 with contextlib.suppress(OSError):  # a link or a socket: no worker makes one, so none uses it
-                    file = _held(name, descriptor)
+                    file = lock_own(name, descriptor)
                     in_use |= file is None
                     if file is not None:
                         descriptors.callback(os.close, file)
@@ -603,7 +603,7 @@ def _own_folder(folder: Path) -> Iterator[None]:
                 folder.mkdir(0o700)
             if problem := _folder_problem(folder):
                 raise ConfigurationError(problem)
-            descriptor = _held(folder)
+            descriptor = lock_own(folder)
         except OSError as error:
             raise ConfigurationError(f"{folder}: {error.strerror}; choose another --run-dir") from error
         if descriptor is not None:
@@ -652,13 +652,13 @@ def shared_folder(run_dir: Path, given: Path | None, stacks: Sequence[ModelStack
 
 
 def _remove_unlocked(path: str | Path, folder: int | None = None) -> None:
-    """Remove a file that no process has locked, or a folder with all in it. Raise OSError. folder: as for `_held`."""
+    """Remove a file that no process has locked, or a folder with all in it. Raise OSError. folder: see `lock_own`."""
     status = os.stat(path, dir_fd=folder, follow_symlinks=False)
     if stat.S_ISDIR(status.st_mode):
         shutil.rmtree(path, dir_fd=folder)
     elif not stat.S_ISREG(status.st_mode):
         os.unlink(path, dir_fd=folder)
-    elif (descriptor := _held(path, folder)) is not None:
+    elif (descriptor := lock_own(path, folder)) is not None:
         try:
             os.unlink(path, dir_fd=folder)
         finally:

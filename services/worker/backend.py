@@ -50,7 +50,7 @@ def choose(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, tor
     dtype = cpu_dtype(settings.dtype, config)
     if settings.kernels == "reference" and (option := _needs_kernels(settings)):
         raise ConfigurationError(f"{option} needs the cpu kernels; give --kernels auto or cpu")
-    library = None if settings.kernels == "reference" else _library(settings)
+    library = None if settings.kernels == "reference" else cpu_library(settings)
     if library is None:
         return kernel_ops.create("reference", torch.device("cpu")), dtype
     return _cpu_ops(settings, config, library, dtype), dtype
@@ -162,7 +162,7 @@ def _needs_kernels(settings: WorkerSettings) -> str:
     return cpu_option(settings)
 
 
-def _library(settings: WorkerSettings) -> Library | None:
+def cpu_library(settings: WorkerSettings) -> Library | None:
     """Return the cpu kernels, or None with a warning when they cannot be loaded and no setting demands them."""
     try:
         if settings.block_size % BLOCK_TOKENS:

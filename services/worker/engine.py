@@ -1,7 +1,7 @@
 """The engine: gives one Step after another to the device, in order, and answers each with a Result.
 
-Usable in process (tests, benches) and behind gRPC (`services.worker.server`). Where the backend overlaps, a step may be
-submitted while the one before it is computed: one thread submits, one finishes, each in the order of the steps.
+Usable in process (tests, benches) and behind gRPC (`services.worker.serving`). Where the backend overlaps, a step may
+be submitted while the one before it is computed: one thread submits, one finishes, each in the order of the steps.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from services.worker.metrics import Metrics
 from services.worker.parallel.launch import MEET_S, Place, joined
 from services.worker.parallel.leader import Ranks
 from services.worker.parallel.state import ParallelState
-from services.worker.rank_server import RankServer
 from services.worker.registration import Registration
-from services.worker.server import WorkerServer
+from services.worker.serving.rank_server import RankServer
+from services.worker.serving.server import WorkerServer
 from shared.errors import RankError
 from shared.plurals import counted
 from shared.processes.heap import settle

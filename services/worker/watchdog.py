@@ -21,7 +21,7 @@ log = logging.getLogger("orcinus.worker")
 
 POLL_S = 0.25
 LAST_WORDS_S = 2.0
-_ending = threading.Lock()
+ending = threading.Lock()
 FLOOR_S = 60.0
 SLACK = 10.0  # a step may take so many times what was predicted: other load, deeper contexts than the warm-up's
 
@@ -100,7 +100,7 @@ class StepWatchdog:
 def end_process(line: str) -> None:
     """Say where every thread is and why, then ends the process at once with status 1. The first of several threads
     that find a reason says that reason."""
-    if not _ending.acquire(blocking=False):
+    if not ending.acquire(blocking=False):
         threading.Event().wait()
 
     def last_words() -> None:

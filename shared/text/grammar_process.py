@@ -170,7 +170,7 @@ def _raise(answer: bytes) -> None:
         raise kinds.get(answer[:1], GrammarError)(text)
 
 
-class _Followed:
+class Followed:
     """The far end's sequences: grammar, matcher and outputs by key.
 
     Copies of one grammar share most of its memory, the states of its lexer, so memory is counted by grammar.
@@ -308,7 +308,7 @@ def _allows_one(mask: bytes) -> bool:
     return int.from_bytes(mask, "little").bit_count() == 1
 
 
-def _answer(followed: _Followed, question: bytes) -> bytes:
+def reply_to(followed: Followed, question: bytes) -> bytes:
     """Return the frame that answers a question."""
     try:
         return TAKEN + followed.answer(question)
@@ -330,14 +330,14 @@ def main() -> int:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process: a handler would wait for llguidance to return
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         settings = json.loads(connection.recv_bytes(1 << 20))
-        followed = _Followed(_opened(settings), int(KEPT_SHARE * settings["bytes"]))
+        followed = Followed(_opened(settings), int(KEPT_SHARE * settings["bytes"]))
         yield_to_others(settings["yields_to_all"])
         confine(settings["bytes"])
         while True:
             question = connection.recv_bytes(MOST_QUESTION_BYTES)
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
             began = time.process_time()
-            answer = _answer(followed, question)
+            answer = reply_to(followed, question)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(SPENT.pack(time.process_time() - began) + answer)
     return 0

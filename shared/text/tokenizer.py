@@ -191,13 +191,13 @@ class BoundedTokenizer:
         """Return a tokenizer from a changed copy of this one's JSON. Raise ModelError."""
         source = json.loads(self.library.to_str())
         change(source)
-        return _parsed(_text(source), self.growth, self.is_predictable, "tokenizer.json")
+        return parse_bounded(_text(source), self.growth, self.is_predictable, "tokenizer.json")
 
 
 def load_tokenizer(path: Path) -> BoundedTokenizer:
     """Return the tokenizer of a file, without its truncation and padding. Raise ModelError."""
     source, growth, is_predictable = _checked(path)
-    return _parsed(source, growth, is_predictable, str(path))
+    return parse_bounded(source, growth, is_predictable, str(path))
 
 
 def tokenizer_json(path: Path) -> str:
@@ -277,7 +277,7 @@ def parsed(source: str) -> Tokenizer:
     return tokenizer
 
 
-def _parsed(source: str, growth: int, is_predictable: bool, name: str) -> BoundedTokenizer:
+def parse_bounded(source: str, growth: int, is_predictable: bool, name: str) -> BoundedTokenizer:
     with no_panic(lambda reason: ModelError(f"{name} cannot be read: {reason}")):
         tokenizer = parsed(source)
     return BoundedTokenizer(tokenizer, growth, is_predictable, Encoders(source))

@@ -1,13 +1,11 @@
 """The beginning of `make test-faults`: each kind of fault once, in any order, under load; nothing lost, nothing twice.
 
-Its parts, too: the proxy, what is seen of a stack at rest, and that what dies is started again.
+Its parts, too: what is seen of a stack at rest, and that what dies is started again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -19,11 +17,9 @@ from shared.keys import GROUP
 from shared.settings import DEMO_MODEL
 from tests.chaos.harness.checker import check_rest
 from tests.chaos.harness.faults import KINDS
-from tests.chaos.harness.proxy import Proxy
 from tests.chaos.harness.rest import SEQUENCES, observe, unfinished
 from tests.chaos.harness.run import SEED, Result, Scenario, chaos
 from tests.chaos.harness.stack import REDIS, SHARD, ChaosStack, until
-from tests.support.waiting import free_port
 
 FAULTS = len(KINDS)
 """They come in turn, so each comes once."""
@@ -118,63 +114,3 @@ async def test_killed_process_is_restarted_and_redis_keeps_its_data(redis_alone:
     await until("Redis is back", again, 60)
     assert redis.exits == [-signal.SIGKILL]
     assert await unfinished(redis_alone) == [("a", "g")]
-
-
-@pytest.fixture
-async def echo() -> AsyncIterator[Proxy]:
-    """A proxy in front of a server that says everything again."""
-
-    async def say_again(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-        writer.close()
-
-    port, target = free_port(), free_port()
-    server = await asyncio.start_server(say_again, "127.0.0.1", target)
-    proxy = await Proxy(port, target).start()
-    try:
-        yield proxy
-    finally:
-        await proxy.stop()
-        server.close()
-
-
-async def said_again(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> bytes:
-    writer.write(data)
-    async with asyncio.timeout(60):
-        return await reader.readexactly(len(data))
-
-
-async def test_slow_or_bytewise_proxy_loses_nothing(echo: Proxy) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
-    data = random.Random(1).randbytes(300_000)
-    assert await said_again(reader, writer, data) == data
-    echo.latency_s, echo.byte_by_byte = 0.01, True
-    assert await said_again(reader, writer, data) == data
-    writer.close()
-
-
-async def test_proxy_that_is_cut_resets_and_takes_the_next_one(echo: Proxy) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
-    assert await said_again(reader, writer, b"before") == b"before"
-    echo.cut()
-    async with asyncio.timeout(60):
-        with contextlib.suppress(ConnectionResetError):
-            assert await reader.read() == b""
-    reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
-    assert await said_again(reader, writer, b"after") == b"after"
-    writer.close()
-
-
-async def test_half_open_connection_is_silent_and_dead_when_proxy_heals(echo: Proxy) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
-    assert await said_again(reader, writer, b"before") == b"before"
-    echo.go_silent()
-    writer.write(b"into the void")
-    late, late_writer = await asyncio.open_connection("127.0.0.1", echo.port)
-    late_writer.write(b"nor this")
-    echo.heal()
-    async with asyncio.timeout(60):
-        for one in (reader, late):
-            with contextlib.suppress(ConnectionResetError):
-                assert await one.read() == b""

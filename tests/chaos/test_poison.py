@@ -15,7 +15,7 @@ from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
 from services.worker.main import record
 from services.worker.registration import Registration
-from services.worker.server import WorkerServer
+from services.worker.serving.server import WorkerServer
 from shared.columns import unpack
 from shared.settings import WorkerSettings
 from tests.support.checkpoints.models import EOS, Reference

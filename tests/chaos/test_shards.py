@@ -1,9 +1,8 @@
-"""Two shards of one model, each with a worker: they share the load, and each goes on with what the other leaves."""
+"""Two shards of one model, each with a worker: one goes on with what the other leaves without a scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -57,13 +56,6 @@ def of_shard(stack: Stack, streams: list[Stream], shard: str) -> list[int]:
     return [number for number, name in enumerate(found) if name == shard.encode()]
 
 
-def worker_of(stack: Stack, shard: str) -> tuple[str, dict[str, str]]:
-    """Name and settings of the process that the shard leads."""
-    if stack.redis.client.hget(stack.keys.worker("worker-0"), "shard") == shard.encode():
-        return "worker", {}
-    return OTHERS_WORKER, SECOND
-
-
 def assert_both_have_some(stack: Stack, under_way: Load) -> None:
     assert all(of_shard(stack, under_way.streams, shard) for shard in SHARDS)
 
@@ -78,26 +70,6 @@ def assert_nothing_is_left(stack: Stack, *shards: str) -> None:
         assert int(stats["blocks_free"]) + int(stats["blocks_cached"]) == int(stats["blocks_total"])
 
 
-def finished(stack: Stack) -> list[int]:
-    return [int(stack.stats(shard)["finished"]) for shard in SHARDS]
-
-
-def test_shards_share_what_comes_and_every_request_ends_once(stack: Stack, reference: Reference) -> None:
-    asked = [number % STREAMS for number in range(40)]
-    length, shares = len(reference.outputs[0]), []
-    for _ in range(3):  # a scheduler that the machine lets stand still claims less in that round
-        before = finished(stack)
-        with ThreadPoolExecutor(len(asked)) as clients:
-            answers = list(clients.map(lambda n: stack.complete(reference.prompts[n], length, ignore_eos=True), asked))
-        assert answers == [reference.outputs[number] for number in asked]
-        assert_nothing_is_left(stack, "shard-0", "shard-1")
-        until("all are counted", lambda before=before: sum(finished(stack)) == sum(before) + len(asked))
-        shares.append(min(now - then for now, then in zip(finished(stack), before, strict=True)))
-        if shares[-1] >= len(asked) // 4:
-            break
-    assert max(shares) >= len(asked) // 4, shares
-
-
 def test_requests_of_shard_without_a_leader_go_on_at_another(stack: Stack, reference: Reference) -> None:
     with load(stack, reference, LONG) as under_way:
         assert_both_have_some(stack, under_way)
@@ -110,15 +82,3 @@ def test_requests_of_shard_without_a_leader_go_on_at_another(stack: Stack, refer
     assert_nothing_is_left(stack, "shard-0")
     assert "shard shard-1 has no scheduler" in stack.log("scheduler")
     stack.start("scheduler", OTHER, **SECOND)
-
-
-def test_shard_without_its_worker_gives_its_requests_away(stack: Stack, reference: Reference) -> None:
-    with load(stack, reference, LONG) as under_way:
-        assert_both_have_some(stack, under_way)
-        name, settings = worker_of(stack, "shard-1")
-        stack.kill(name)
-        under_way.check(LONG)
-        assert not of_shard(stack, under_way.streams, "shard-1")
-    assert_nothing_is_left(stack, "shard-0")
-    assert "requests go on at shard-0" in stack.log(OTHER)
-    stack.start("worker", name, **settings)

@@ -267,17 +267,20 @@ def test_ci_runs_every_stage_in_order_with_its_time(pipeline: Path) -> None:
         assert f"ok  {stage}  " in said.split("== summary")[1]
 
 
-def test_ci_stops_at_the_first_red_stage(pipeline: Path) -> None:
-    code, said, did = run_pipeline(pipeline, test="exit 3")
-    assert code == 2
-    assert sorted(did) == ["install-dev", "kernels-build", "lint", "test"]
-    assert "RED: test" in said.split("== summary")[1]
-
-
-def test_ci_starts_nothing_beside_a_red_target(pipeline: Path) -> None:
-    code, said, did = run_pipeline(pipeline, clients="exit 3", simulation="exit 3")
-    assert code == 124 and {"clients", "simulation"} >= set(did[-2:]) and "schemathesis" not in did
-    assert "RED: side-by-side" in said.split("== summary")[1]
+@pytest.mark.parametrize(
+    ("red", "status", "stage", "never"),
+    [
+        ({"test": "exit 3"}, 2, "test", {*MADE} - {"install-dev", "kernels-build", "lint", "test"}),
+        ({"clients": "exit 3", "simulation": "exit 3"}, 124, "side-by-side", {"schemathesis"}),
+        ({"sanitizers": "exit 3"}, 2, "stack-and-sanitizers", {"clients"}),
+    ],
+)
+def test_ci_starts_nothing_beside_or_behind_a_red_target(
+    pipeline: Path, red: dict[str, str], status: int, stage: str, never: set[str]
+) -> None:
+    code, said, did = run_pipeline(pipeline, **red)
+    assert code == status and not never & {*did} and {*did} >= {"install-dev", "kernels-build", "lint"}
+    assert f"RED: {stage}" in said.split("== summary")[1]
 
 
 def test_ci_ends_what_runs_at_low_priority_with_a_red_target_beside_it(pipeline: Path) -> None:
@@ -286,11 +289,6 @@ def test_ci_ends_what_runs_at_low_priority_with_a_red_target_beside_it(pipeline:
     code, said, _ = run_pipeline(pipeline, sanitizers=low, test_stack=f"until [ -s {pid} ]; do sleep 0.1; done; exit 3")
     assert code == 2 and "RED: stack-and-sanitizers" in said.split("== summary")[1]
     assert pid.read_text().split()[1:] == ["ended"]
-
-
-def test_ci_is_red_for_a_target_at_low_priority(pipeline: Path) -> None:
-    code, said, did = run_pipeline(pipeline, sanitizers="exit 3")
-    assert code == 2 and "RED: stack-and-sanitizers" in said.split("== summary")[1] and "clients" not in did
 
 
 def test_ci_stage_has_no_terminal(pipeline: Path) -> None:

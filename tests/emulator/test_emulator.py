@@ -182,7 +182,7 @@ def test_source_is_compiled_once_until_it_or_a_header_changes(tmp_path: Path, mo
         return "version"
 
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(build, "_run", pretend)
+    monkeypatch.setattr(build, "run_command", pretend)
     source, header = tmp_path / "small.cu", tmp_path / "small.cuh"
 
     def made() -> Path:

@@ -54,6 +54,6 @@ def nothing_ends_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         threading.Event().wait()  # as little comes after it as after the real one
 
     monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=ended))
-    monkeypatch.setattr(watchdog, "_ending", threading.Lock())
+    monkeypatch.setattr(watchdog, "ending", threading.Lock())
     yield
     assert not statuses, "a worker of this test would have ended its process: see the log"

@@ -6,9 +6,7 @@ Tolerance: 1e-3 in float32, of log-probabilities down to about -40.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -175,27 +173,6 @@ def check_listed(told: list[Any], reference: Reference, prompt: list[int], most:
         assert len(entry) == most + (entry[str(token)]["rank"] > most)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 0])
-def test_requests_of_lm_evaluation_harness_get_transformers_log_likelihoods(
-    stack: Stack, reference: Reference, max_tokens: int
-) -> None:
-    """What its local-completions sends: a batch of contexts with continuations as token ids."""
-    prompts = [prompt + output for prompt, output in zip(reference.prompts, reference.outputs, strict=True)]
-    body = {"prompt": prompts, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1, "seed": 1234, "echo": True}
-    answer = stack.post("/v1/completions", body).json()
-    assert answer["usage"]["completion_tokens"] == max_tokens * len(prompts)
-    for index, (choice, prompt, context) in enumerate(zip(answer["choices"], prompts, reference.prompts, strict=True)):
-        told, rows = choice["logprobs"], exact(reference, prompt[:1], prompt[1:])
-        assert choice["index"] == index and {len(column) for column in told.values()} == {len(prompt) + max_tokens}
-        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
-        expected = [float(row[token]) for row, token in zip(rows, prompt[1:], strict=True)]
-        assert told["token_logprobs"][1 : len(prompt)] == about(expected)
-        end = len(prompt)  # as it sums them up
-        assert math.fsum(told["token_logprobs"][len(context) : end]) == about(math.fsum(expected[len(context) - 1 :]))
-        for name, top in zip(told["tokens"][len(context) : end], told["top_logprobs"][len(context) : end], strict=True):
-            assert max(top, key=top.get) == name, "the continuation is the greedy one"
-
-
 def test_an_echoed_text_has_offsets_of_its_tokens(stack: Stack, client: openai.OpenAI, reference: Reference) -> None:
     text = "def orca(pod): naïve 🐋"
     answer = client.completions.create(model=stack.name, prompt=text, max_tokens=3, echo=True, logprobs=2,
@@ -234,52 +211,3 @@ def test_one_token_has_no_log_probability(stack: Stack) -> None:
     answer = stack.post("/v1/completions", {"prompt": [70], "max_tokens": 0, "prompt_logprobs": 5, "echo": True}).json()
     (choice,) = answer["choices"]
     assert (choice["text"], choice["prompt_logprobs"]) == ("F", [None])
-
-
-def test_log_probabilities_stay_the_same_when_scheduler_and_worker_die_halfway(
-    stack: Stack, reference: Reference
-) -> None:
-    # So many that they last for hundreds of steps: the services have to die before the last one.
-    prompts = [(prompt * 40)[begin : begin + 240] for prompt in reference.prompts for begin in range(4)]
-    body = {"prompt": prompts, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "prompt_logprobs": 4,
-            "logprobs": 1, "echo": True, "model": stack.name}  # fmt: skip
-    undisturbed = stack.post("/v1/completions", body).json()
-    keys, redis = stack.keys, stack.redis.client
-    headers = {**stack.headers, "Idempotency-Key": "halfway"}
-
-    def post() -> dict[str, Any]:
-        answer = httpx.post(f"{stack.url}/v1/completions", json=body, headers=headers, timeout=120)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def sizes() -> list[int]:
-        names = [key for key in redis.scan_iter(f"{keys.prefix}prompt_logprobs:*") if name_of(key) not in before]
-        return sorted(int(redis.strlen(key)) for key in names)
-
-    def name_of(key: bytes) -> bytes:
-        return key.rsplit(b":", 1)[0]
-
-    before = {name_of(key) for key in redis.scan_iter(f"{keys.prefix}prompt_logprobs:*")}
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(post)
-        until("some tokens are told", lambda: sum(sizes()) > 0, 60)
-        stack.kill("scheduler")
-        first = sizes()
-        assert sum(first) < len(prompts) * 239 * 40, "the request was not over"
-        stack.kill("worker")
-        stack.start("worker")
-        stack.start("scheduler")
-        disturbed = answer.result()
-    until("the gateway has seen the scheduler that was restarted", stack.ready)
-    for told, expected, prompt in zip(disturbed["choices"], undisturbed["choices"], prompts, strict=True):
-        check_listed(told["prompt_logprobs"], reference, prompt, 4)
-        assert told["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
-        assert told["logprobs"]["token_logprobs"][1:] == about(expected["logprobs"]["token_logprobs"][1:])
-    assert [choice["prompt_logprobs"] for choice in post()["choices"]] == [
-        choice["prompt_logprobs"] for choice in disturbed["choices"]
-    ], "the record has what was answered"
-    result = httpx.get(f"{stack.url}/v1/requests/{disturbed['id']}", headers=stack.headers, timeout=60).json()["result"]
-    assert result["choices"] == disturbed["choices"]
-    stream = httpx.get(f"{stack.url}/v1/requests/{disturbed['id']}/stream", headers=stack.headers, timeout=60)
-    assert stream.status_code == 400 and "cannot be streamed" in stream.text
-    stack.settled_empty()

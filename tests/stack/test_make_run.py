@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -150,34 +149,6 @@ def test_password_is_on_no_command_line_and_in_no_log_or_record(shared_run: Make
     for file in [*(shared_run.run_dir / "logs").iterdir(), *shared_run.run_dir.glob("*.json")]:
         assert password[1] not in file.read_text(errors="replace")
     assert shared_run.run_dir.stat().st_mode & 0o077 == 0
-
-
-def kill(run: MakeRun, *names: str) -> None:
-    """Kill services; those that the launcher starts again are ready when this returns."""
-    before = run.pids()
-    said = {name: run.text().count(f"{name} is ready again") for name in names}
-    for name in names:
-        os.kill(before[name], signal.SIGKILL)
-    for name in names:
-        if name == "gateway-0":
-            for _ in range(8):  # clients wait: the first of them connect while there is no gateway
-                assert httpx.get(f"{run.url}/health/live", timeout=READY_S, verify=PLAIN).status_code == 200
-        until(f"{name} is back", lambda name=name: run.text().count(f"{name} is ready again") > said[name], READY_S)
-        assert f"{name} died (signal SIGKILL)" in run.text()
-        assert run.pids()[name] != before[name] and alive(run.pids()[name])
-
-
-@pytest.mark.parametrize("names", [("gateway-0",), ("worker-0", "scheduler-0", "redis")], ids=" ".join)
-def test_killed_services_are_restarted_and_requests_work(shared_run: MakeRun, names: tuple[str, ...]) -> None:
-    kill(shared_run, *names)
-
-    def completes() -> bool:
-        try:
-            return shared_run.complete().status_code == 200
-        except (httpx.TransportError, KeyError):
-            return False
-
-    until("completions work again", completes, READY_S)
 
 
 def test_sigterm_to_make_stops_everything_and_data_stays(shared_run: MakeRun) -> None:

@@ -41,6 +41,54 @@ def faults(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield node.lineno, key.arg
 
 
+PRIVATE_OF_LIBRARIES = {"_request_id", "_local_constants", "_get_local_constants"}
+"""Of Anthropic's and OpenAI's clients, where it is documented, and of hypothesis."""
+REACH_IN = {
+    # A race or a loss that nothing outside can bring about: a call that breaks off, a thread that stops.
+    "engine/peers/test_peers_end.py", "engine/worker/test_overlap.py", "engine/worker/test_process.py",
+    "engine/worker/test_ranks.py", "engine/test_overlap.py", "kernels/cuda/test_graphs.py",
+    # A part of the core with other figures, and its work counted.
+    "unit/scheduler/core/test_speculation.py", "unit/scheduler/core/test_twin.py",
+    # The library's own Redis and event loop, which the simulation replaces.
+    "simulation/clock.py", "simulation/redis_server.py", "simulation/test_fake_redis.py",
+}  # fmt: skip
+
+
+def reaches(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield each private name of another object or module with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = node.value.func if isinstance(node.value, ast.Call) else node.value
+            if ast.unparse(owner) not in ("self", "cls", "super"):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, name.name) for name in node.names if is_private(name.name))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("setattr", "getattr"):
+            texts = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            yield from ((node.lineno, text) for text in texts if is_private(text.rpartition(".")[2]))
+
+
+def is_private(name: str) -> bool:
+    of_tuples = {"_replace", "_asdict", "_fields", "_make"}
+    return name.startswith("_") and not name.endswith("__") and name not in PRIVATE_OF_LIBRARIES | of_tuples
+
+
+def test_tests_use_what_is_public() -> None:
+    found = {
+        f"{name}:{line}: {what}"
+        for path in SOURCES
+        if (name := path.relative_to(ROOT).as_posix()).startswith("tests/") and name[6:] not in REACH_IN
+        for line, what in reaches(ast.parse(path.read_text()))
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize("source", ["a._b", "self.a._b", "from a import _b", "patch.setattr(a, '_b', c)", "f('x')._b"])
+def test_rule_finds_what_is_private(source: str) -> None:
+    assert len(list(reaches(ast.parse(source)))) == 1
+    assert not list(reaches(ast.parse("self._b\nsuper()._b\na._replace(b=1)\na.__name__")))
+
+
 def top(module: str) -> str:
     return module.partition(".")[0]
 

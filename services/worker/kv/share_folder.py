@@ -168,7 +168,7 @@ class ShareFolder:
         file = os.open(name, os.O_RDWR | _OPEN, dir_fd=self._folder)
         try:
             for offset, size in unused:
-                _free(file, offset, size)
+                free_part(file, offset, size)
             os.utime(file)  # KeptFile.kept_ns
             os.fsync(file)  # a file with a kept name is whole, also on a disk after a crash of the host
         finally:
@@ -286,7 +286,7 @@ def _remove(folder: int, name: str, file: int) -> None:
     os.close(file)
 
 
-def _free(file: int, offset: int, size: int) -> None:
+def free_part(file: int, offset: int, size: int) -> None:
     """Give back the memory of a part of an open file; it reads as zeros. Raise OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import pytest
 
 from tests.support.checkpoints.models import Reference
 from tests.support.gateway_process import GatewayProcess
-from tests.support.stack import PLAIN, ROOT
+from tests.support.stack import PLAIN, ROOT, Stack
 from tests.support.waiting import free_port, until
 
 IMPATIENT = """
@@ -36,7 +34,7 @@ main()
 """
 START_S = 30
 """Much more than a start takes on a busy machine, and as long as a test of this waits."""
-MODEL = {"requests": 1, "output_tokens": 1}
+MODEL = {"requests": 1, "output_tokens": 16, "seed": 20261207}
 
 
 class Parent:
@@ -133,15 +131,38 @@ def test_gateway_ends_when_its_first_process_hangs_before_serving(
         assert "process 0 does not serve after" in gateway.log()
 
 
-def test_process_dying_at_once_is_restarted_later_each_time(reference: Reference, tmp_path: Path) -> None:
-    with parent(tmp_path, reference.path) as gateway:
-        gateway.serving(2)
-        kept = gateway.children()[0]
-        for times in range(2):
-            gateway.serving(2 + times)
-            (victim,) = (child for child in gateway.children() if child != kept)
-            until("it answers", partial(gateway.answers, victim), 60)
-            victim.kill()
-        gateway.serving(4)
-        assert re.findall(r"process 1 died \(signal SIGKILL\); restart in (\S+) s", gateway.log()) == ["0.2", "0.4"]
-        assert kept.is_running()
+def test_each_service_waits_for_what_it_needs_and_says_so(reference: Reference, tmp_path: Path) -> None:
+    """All start without Redis; scheduler and worker then stand still, so that each finds only those before it.
+
+    The launcher's own order is that of every other test.
+    """
+    stack = Stack(tmp_path, reference.path, dtype="float32", threads=1)
+
+    def says(reason: str) -> None:
+        until(f"the gateway says: {reason}", lambda: reason in reason_of(stack))
+
+    try:
+        stack.start("gateway")
+        says("Redis does not answer")
+        for service in ("scheduler", "worker"):
+            stack.start(service)
+            until(f"{service} waits", lambda service=service: "waiting for Redis" in stack.log(service))
+            stack.signal(service, signal.SIGSTOP)
+        stack.redis.start()
+        says("no scheduler is alive")
+        stack.signal("scheduler", signal.SIGCONT)
+        until("the scheduler waits", lambda: "waiting for a ready worker" in stack.log("scheduler"))
+        says("no worker is registered")
+        stack.signal("worker", signal.SIGCONT)
+        until("the stack is ready", stack.ready)
+        assert stack.complete(reference.prompts[0], 16) == reference.outputs[0]
+    finally:
+        stack.__exit__(None, None, None)
+
+
+def reason_of(stack: Stack) -> str:
+    """Return why the gateway is not ready; empty while it does not answer."""
+    try:
+        return str(httpx.get(f"{stack.url}/health/ready", timeout=60, verify=PLAIN).json().get("reason", "it is ready"))
+    except httpx.TransportError:
+        return ""

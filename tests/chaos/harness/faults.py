@@ -25,8 +25,6 @@ from tests.chaos.harness.proxy import Proxy
 from tests.chaos.harness.stack import (
     MAXMEMORY,
     REDIS,
-    SECOND_SCHEDULER,
-    SECOND_WORKER,
     SERVICES,
     ChaosStack,
     Stack,
@@ -224,20 +222,6 @@ async def _step_hangs(stack: ChaosStack, fault: Injected, rng: random.Random) ->
     await _another_worker(stack, before, fault)
 
 
-def _kill_second(name: str) -> Do:
-    async def kill(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
-        before, begun_ms = stack.processes[name].pid, time.time() * 1000
-        stack.processes[name].signal(signal.SIGKILL)
-
-        async def again() -> bool:
-            return stack.processes[name].pid not in (0, before) and await stack.second_led(begun_ms)
-
-        await until(f"{name} is back", again, WHOLE_S)
-        fault.ready_s = time.monotonic()
-
-    return kill
-
-
 # Networks
 
 
@@ -312,11 +296,6 @@ KINDS: dict[str, Kind] = {
     **{f"steps_{way}": Kind(lambda _, __: ("network steps",), _spoil(way)) for way in NETWORK},
 }
 """redis_WAY: between a service and Redis; steps_WAY: between the scheduler and the worker."""
-OF_SECOND = {
-    f"{name}_kill": Kind(lambda _, __, name=name: (name,), _kill_second(name))
-    for name in (SECOND_WORKER, SECOND_SCHEDULER)
-}
-"""Of the further model of a stack that has one."""
 OF_PROCESSES = tuple(name for name in KINDS if not name.startswith(("step", "redis")))
 """Those that need no proxy, no worker of the bench's own and no Redis that may be hurt."""
 
@@ -361,7 +340,7 @@ class Faults:
             yield from self._rng.sample(list(self._kinds), len(self._kinds))
 
     async def _one(self, kind: str, rng: random.Random) -> None:
-        hurt = (KINDS | OF_SECOND)[kind]
+        hurt = KINDS[kind]
         targets = hurt.targets(self._stack, rng)
         try:
             async with AsyncExitStack() as locks:

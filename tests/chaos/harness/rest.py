@@ -71,16 +71,14 @@ async def settled(stack: Stack, seconds: float) -> Rest:
 
 async def unfinished(stack: Stack) -> list[tuple[str, str]]:
     """Requests that wait or run, by id, with the gateway that delivers each."""
-    found: list[tuple[str, str]] = []
-    for prefix in (keys.req("") for keys in (stack.keys, stack.second) if keys is not None):
-        records: list[bytes] = [key async for key in stack.redis.scan_iter(match=f"{prefix}*", count=1000)]
-        fields: Any = [await stack.redis.hmget(record, ["state", "gateway"]) for record in records]
-        found += [
-            (record.decode().removeprefix(prefix), gateway.decode())
-            for record, (state, gateway) in zip(records, fields, strict=True)
-            if state not in (None, b"finished")
-        ]
-    return found
+    prefix = stack.keys.req("")
+    records: list[bytes] = [key async for key in stack.redis.scan_iter(match=f"{prefix}*", count=1000)]
+    fields: Any = [await stack.redis.hmget(record, ["state", "gateway"]) for record in records]
+    return [
+        (record.decode().removeprefix(prefix), gateway.decode())
+        for record, (state, gateway) in zip(records, fields, strict=True)
+        if state not in (None, b"finished")
+    ]
 
 
 def said(stack: Stack) -> dict[str, int]:

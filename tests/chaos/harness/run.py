@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -34,14 +34,12 @@ from tests.chaos.harness.history import DONE, SLOW, History, Injected, Outcome, 
 from tests.chaos.harness.load import GRAMMAR, Load, Template, grammars, templates, undisturbed, with_stop
 from tests.chaos.harness.pauses import Gap, Refills, gaps, longest, read_refills
 from tests.chaos.harness.rest import epochs, said, settled, unfinished
-from tests.chaos.harness.stack import SECOND, ChaosStack, NotReadyError, RunningStack, Stack, until
+from tests.chaos.harness.stack import ChaosStack, NotReadyError, RunningStack, Stack, until
 
 SEED = 20261120
 """Seed of the long run with the committed result; the test is its beginning."""
 RECORD_S = 40.0
 """After its client has everything, a request's record must say the same within this time."""
-OF_FURTHER = ("greedy x1 stream", "greedy x2 whole", "sampled x3 stream", "chat stream")
-"""Templates that a further model and the adapters have, too."""
 LEAVE_S = 10.0
 """A living gateway cancels what its client left within this time."""
 SETTLE_S = 20.0
@@ -80,8 +78,6 @@ class Scenario:
     record_s: float = RECORD_S
     settle_s: float = SETTLE_S
     programs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by role, in place of the services
-    has_second: bool = False  # a further model
-    adapters: Path | None = None  # folder with adapters, which are loaded under their names
     is_mixed: bool = False  # adds grammars, a second tenant, and batches, one at a time
 
 
@@ -125,43 +121,13 @@ async def chaos(
     """Runs it on a stack of its own, with `beside` while there is load. Raises NotReadyError when the stack does not
     start or does not come back from a fault."""
     settings = {**SETTINGS, "max_seqs": scenario.slots, "kv_blocks": scenario.slots * BLOCKS_A_SLOT}
-    if scenario.adapters is not None:
-        settings |= {"adapter_dir": scenario.adapters, "max_loras": 2}  # fewer than there are
     if scenario.is_mixed:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "keys").write_text("\n".join(TENANTS))
         # The record of a batch stays, and counts as a file.
         settings |= {"api_key_file": directory / "keys", "files_dir": directory / "files", "tenant_files": 1 << 20}
-    async with ChaosStack(directory, scenario.model, scenario.programs, scenario.has_second, **settings) as stack:
-        await _load_adapters(stack, scenario.adapters)
+    async with ChaosStack(directory, scenario.model, scenario.programs, **settings) as stack:
         return await _run(stack, scenario, say, beside, True, TENANTS if scenario.is_mixed else ("",))
-
-
-def _names(adapters: Path | None) -> list[str]:
-    return [] if adapters is None else sorted(each.name for each in adapters.iterdir() if each.name[0] != ".")
-
-
-async def _load_adapters(stack: ChaosStack, adapters: Path | None) -> None:
-    """Load each at the first gateway, and wait until all gateways know them."""
-    if adapters is None:
-        return
-    async with session() as asking:
-        for name in _names(adapters):
-            body = {"lora_name": name, "lora_path": name}
-            async with asking.post(f"{stack.urls[0]}/v1/load_lora_adapter", json=body) as answer:
-                if answer.status != 200:
-                    raise NotReadyError(f"adapter {name}: {await answer.text()}")
-
-        async def known() -> bool:
-            for url in stack.urls:
-                async with asking.get(f"{url}/v1/models") as answer:
-                    listed = {card["id"] for card in (await answer.json())["data"]}
-                if not listed >= set(_names(adapters)):
-                    return False
-            return True
-
-        await until("all gateways know the adapters", known, SETTLE_S)
-        stack.lasting = frozenset([stack.keys.adapters])
 
 
 async def chaos_here(stack: RunningStack, scenario: Scenario, say: Callable[[str], None], key: str) -> Result:
@@ -241,11 +207,6 @@ class _Run:
                 await self._learn(stopped)
         for template in grammars(self._stack.name, self._scenario.seed) if self._scenario.is_mixed else ():
             await self._learn(template)
-        further = [SECOND] * self._scenario.has_second + _names(self._scenario.adapters)
-        for model in further:
-            for template in [each for each in self._templates if each.name in OF_FURTHER]:
-                body = {**template.body, "model": model}
-                await self._learn(replace(template, name=f"{model} {template.name}", body=body))
         self._before = await settled(self._stack, self._scenario.settle_s)
         self._say(f"{len(self._templates)} templates undisturbed in {time.monotonic() - begun:.1f} s")
 
@@ -295,9 +256,7 @@ class _Run:
 
     async def _follow(self, history: History) -> None:
         while not agrees(history):
-            history.record = (
-                await self._stack.hash(self._stack.keys_of(history.template).req(history.request)) or history.record
-            )
+            history.record = await self._stack.hash(self._stack.keys.req(history.request)) or history.record
             await asyncio.sleep(0.25)
         await self._ask_as_each_tenant(history)
         del self._recording[history.number]

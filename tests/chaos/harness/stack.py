@@ -38,9 +38,6 @@ from tests.support.waiting import free_port
 
 GATEWAYS, SCHEDULERS = ("gateway-0", "gateway-1"), ("scheduler-0", "scheduler-1")
 WORKER, REDIS = "worker", "redis"
-SECOND = "second"
-"""The further model of a stack that has one; its processes reach Redis without a proxy."""
-SECOND_WORKER, SECOND_SCHEDULER = "worker-second", "scheduler-second"
 SERVICES = (WORKER, *SCHEDULERS, *GATEWAYS)
 SHARD = "shard-0"
 MAXMEMORY = "512mb"
@@ -94,11 +91,6 @@ class Stack(ABC):
     step_log: Path | None = None
     lasting: frozenset[str] = frozenset()
     """Keys without a TTL that are no business of the services."""
-    second: Keys | None = None  # of a further model
-
-    def keys_of(self, template: str) -> Keys:
-        """Return the keys of the model of a template."""
-        return self.second if self.second is not None and template.startswith(f"{SECOND} ") else self.keys
 
     @abstractmethod
     def drain_settings(self) -> tuple[CommonSettings, LauncherSettings]:
@@ -228,12 +220,10 @@ class ChaosStack(Stack):
         directory: Path,
         model: Path,
         programs: Mapping[str, Sequence[str]] | None = None,
-        has_second: bool = False,
         **settings: Any,
     ) -> None:
-        """programs: by role, what to run in place of the service, behind `python -m`. has_second: whether the gateways
-        have a further model, the same weights in 8 bits, with a worker and a scheduler. settings: ORCINUS_* of every
-        service, in lower case. Raises ConfigurationError when there is no Redis."""
+        """programs: by role, what to run in place of the service, behind `python -m`. settings: ORCINUS_*
+        of every service, in lower case. Raises ConfigurationError when there is no Redis."""
         binary = find_binary()
         if binary is None:
             raise ConfigurationError(missing_binary_message())
@@ -258,15 +248,6 @@ class ChaosStack(Stack):
         for name in SERVICES:
             own = {"listen": f"127.0.0.1:{worker_port}"} if name == WORKER else {}
             self.processes[name] = self._service(name, model, own)
-        if has_second:
-            self.second = Keys(SECOND)
-            file = directory / "models.yaml"
-            file.write_text(f"models: {{{self.name}: {{source: {model}}}, {SECOND}: {{source: {model}}}}}\n")
-            for name in GATEWAYS:
-                self.processes[name].environment["ORCINUS_MODELS"] = str(file)
-            own = {"redis_url": self.redis_url, "served_model_name": SECOND, "quantize": "int8"}
-            for name in (SECOND_WORKER, SECOND_SCHEDULER):
-                self.processes[name] = self._service(name, model, own)
 
     def _redis_process(self, binary: Path, name: str, port: int) -> Supervised:
         data = self.directory / name
@@ -280,7 +261,7 @@ class ChaosStack(Stack):
 
     def _service(self, name: str, model: Path, own: dict[str, Any]) -> Supervised:
         values = {
-            "redis_url": f"redis://127.0.0.1:{self.proxies[name].port}/0" if name in self.proxies else "",
+            "redis_url": f"redis://127.0.0.1:{self.proxies[name].port}/0",
             "model": model,
             "shard": SHARD,
             **own,
@@ -291,8 +272,7 @@ class ChaosStack(Stack):
         if name in self._http:
             values |= dict(zip(("port", "ops_port"), self._http[name], strict=True))
         role = name.partition("-")[0]
-        program = self._programs.get(role) if name in SERVICES else None
-        argv = [sys.executable, "-m", *(program or ("services.cli", role))]
+        argv = [sys.executable, "-m", *self._programs.get(role, ("services.cli", role))]
         return Supervised(name, argv, settings_env(**values), self.directory / f"{name}.log")
 
     async def __aenter__(self) -> ChaosStack:
@@ -310,8 +290,8 @@ class ChaosStack(Stack):
     async def __aexit__(self, *_: object) -> None:
         for proxy in (*self.proxies.values(), self.worker_proxy):
             proxy.heal()
-        for names in (GATEWAYS, (*SCHEDULERS, SECOND_SCHEDULER), (WORKER, SECOND_WORKER), (REDIS,)):
-            await asyncio.gather(*(self.processes[name].stop() for name in names if name in self.processes))
+        for names in (GATEWAYS, SCHEDULERS, (WORKER,), (REDIS,)):
+            await asyncio.gather(*(self.processes[name].stop() for name in names))
         await self.replica.stop()
         self._replica_link.heal()
         for proxy in (*self.proxies.values(), self.worker_proxy, self._replica_link):
@@ -323,16 +303,7 @@ class ChaosStack(Stack):
             # A scheduler without processor time for a whole lease loses it to the standby, rightly, and starts again.
             if any(code != LEASE_LOST or name not in SCHEDULERS for code in process.exits):
                 raise NotReadyError(f"{name} ended with {process.exits} while the stack started: see {process.log}")
-        return await self.ready() and await self.second_led(0)
-
-    async def second_led(self, since_ms: float) -> bool:
-        """Return whether the further model, if there is one, has a scheduler with a worker, by stats younger than this
-        time.
-        """
-        if self.second is None:
-            return True
-        stats = await self.hash(self.second.stats(SHARD))
-        return stats.get("workers") == "1" and float(stats.get("time_ms", 0)) > since_ms
+        return await self.ready()
 
     def drain_settings(self) -> tuple[CommonSettings, LauncherSettings]:
         values = {"redis_url": self.redis_url, "served_model_name": self.name}

@@ -1,6 +1,6 @@
 """Two models take turns, one of them with three adapters, and keep their KV over a sleep. All that serves them is hurt:
 the engines (the agent of a box), their placer, workers and schedulers, a gateway and Redis. No answer is lost, comes
-twice or changes. `test_placer.py` kills the placer, workers and schedulers of `orcinus up`, without kept KV.
+twice or changes.
 
 The long run, with all kinds of faults: `python -m tests.chaos.several_models.test_turns FAULTS SEED`.
 """
@@ -318,7 +318,7 @@ def check(figures: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(900)
 def test_models_that_take_turns_lose_nothing_under_faults(tmp_path: Path) -> None:
-    names = ["worker_term", "engines_kill"]
+    names = ["worker_term", "engines_kill", "worker_kill", "placer_kill", "scheduler_1_kill"]
     check(run(tmp_path, len(names), SEED, FEW_TOKENS, names, print))
 
 

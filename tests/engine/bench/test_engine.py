@@ -14,6 +14,7 @@ from bench.engine import adapters
 from bench.engine import cases as engine_cases
 from bench.engine import main as bench
 from bench.engine.cases import CASES, Case, TorchMatrices, layer_matrices, work
+from bench.studies.step_time import DECODES, PROMPT, run
 from kernels.cpu.library import load
 from protos import worker_pb2
 from services.worker.adapters.peft import linear_layers
@@ -162,3 +163,12 @@ def test_pool_holds_the_sequences_of_the_longest_case(tmp_path: Path, capsys: py
     assert found["model"]["block_bytes"] == 2 * 2 * 2 * 16 * (
         16 + 4
     )  # K and V, layers, KV heads, tokens, codes and scale
+
+
+def test_engine_takes_the_steps_of_the_study() -> None:
+    engine = make_engine(
+        DEMO_MODEL, block_size=16, max_seqs=DECODES + 1, max_step_tokens=DECODES + PROMPT, kv_blocks=4160
+    )
+    seen = run(engine, 1, 300)
+    assert all(one.measured_ns > 0 for rows in seen.values() for one in rows)
+    assert {bool(one.prompt_tokens) for one in seen["cpu"]} == {True, False}

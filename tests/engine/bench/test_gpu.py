@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch
 from bench import render
 from bench.engine.cases import EngineSettings
 from bench.gpu import __main__ as gpu
-from bench.gpu import kernels as gpu_kernels
 from bench.gpu.context import Context
 from shared.settings import WorkerSettings
 from tests.support.compiler import needs_compiler
@@ -109,21 +106,6 @@ def test_part_that_hangs_or_fails_is_named_and_others_continue(tmp_path: Path) -
     assert result["command"] == "python -m bench.gpu" and result["versions"]["torch"]
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a build for CUDA")
-def test_machine_that_cannot_be_measured_is_told_why_in_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert gpu.main(["--out", str(tmp_path), "--part", "probes"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: torch") and "is a build without CUDA" in said and said.count("\n") == 1
-
-
-def test_every_part_is_there_to_be_called() -> None:
-    for one in gpu.PARTS:
-        module, _, function = one.measure.partition(":")
-        assert callable(getattr(import_module(module), function)), one.name
-
-
 def fails(_: Context) -> Iterator[tuple[str, Any]]:
     """A part that finds two rows and ends by an error."""
     yield "rows", [1]
@@ -152,15 +134,6 @@ def test_sanitizers_run_on_small_checks_and_findings_are_kept(tmp_path: Path, mo
     assert "| memcheck clean, racecheck NOT clean |" in shown
 
 
-def test_decode_attention_is_tried_with_rings_of_other_depths() -> None:
-    text = gpu_kernels.with_units(7, 128)
-    assert "constexpr int UNITS = 7;" in text
-    assert re.findall(r"^KERNEL\((\w+),", text, re.MULTILINE) == [
-        "attention_decode_bf16_d128",
-        "attention_decode_f16_d128",
-    ]
-
-
 @needs_compiler
 def test_engine_and_kernels_run_where_few_packages_are(tmp_path: Path) -> None:
     program = f"""{FEW_PACKAGES}
@@ -175,48 +148,3 @@ gpu.run_part(engine, Context("emulator", True, Path({str(tmp_path)!r})))
     result = json.loads((tmp_path / "engine.json").read_text())
     assert [row["lookahead"] for row in result["steps"]] == [0, 1] * 2
     assert result["models"][0]["backend"] == "emulator" and all(row["step_us"] > 0 for row in result["steps"])
-
-
-def test_figures_of_a_result_stand_beside_their_goals(tmp_path: Path) -> None:
-    row = {"op": "attention", "shape": "64 x 1024", "us": 100.0, "of_floor": 0.876, "dtype": "bfloat16"}
-    parts: dict[str, Any] = {name: {"rows": []} for name in ("prefill", "sampler", "rows", "swap")}
-    parts |= {
-        "probes": {"device": {"name": "A GPU"}, "peaks": {"tflop_s": {"bfloat16": 700.0}}},
-        "decode": {"rows": [row, row | {"op": "attention, layer-major", "us": 50.0}]},
-        "checks": {"error": "exit 1"},
-    }
-    result = {
-        "date": "2027-01-02T03",
-        "commit": "abc",
-        "command": "x",
-        "device": "cuda",
-        "quick": False,
-        "parts": parts,
-    }
-    lines = render.section("gpu", results={"gpu": result}).splitlines()
-    assert lines[0].startswith("A GPU, 2027-01-02, commit abc")
-    shown = [line.split(" | ")[2].removesuffix(" |") for line in lines[4:8]]
-    assert shown == ["not measured", "0.88 (100.0 us)", "not measured", "2.00"]
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps(result | {"quick": True}))
-    assert gpu.main(["docs", str(path)]) == 2
-
-
-@pytest.mark.parametrize(
-    ("parts", "names"),
-    [
-        ({"checks", "adapters"}, ["gpu-adapters"]),
-        ({"probes", "checks", "prefill", "adapters", "experts"}, ["gpu-adapters", "gpu-experts"]),
-        (gpu.WHOLE | {"adapters"}, ["gpu"]),
-        ({"probes", "checks", "prefill"}, []),
-    ],
-)
-def test_only_a_whole_run_takes_the_place_of_the_tables_figures(
-    parts: set[str], names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-    monkeypatch.setattr(render, "write", lambda: None)
-    run = tmp_path / "result.tmp"
-    run.write_text(json.dumps({"device": "cuda", "quick": False, "parts": {one: {} for one in parts}}))
-    assert gpu.main(["docs", str(run)]) == (0 if names else 2)
-    assert sorted(path.name for path in tmp_path.glob("*.json")) == [f"{name}.json" for name in names]

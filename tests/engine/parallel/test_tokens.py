@@ -1,14 +1,13 @@
-"""Replicas of several ranks give the tokens of one process: whatever the ranks, the policy and what is in flight.
-
-The oracle is transformers; its two best logits are never close in these prompts (tests.support.checkpoints.models).
-"""
+"""Replicas of several ranks give the tokens of one process: whatever the ranks, the policy and what is in flight."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from llguidance import LLMatcher
+from torch import Tensor
 
 from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
@@ -17,10 +16,10 @@ from services.worker.in_flight import InFlightStep
 from shared.columns import pack, unpack
 from shared.errors import RankError
 from shared.text.logprobs import unpack_records
-from tests.engine.driver import Ahead, Driver, entering, make_engine
+from tests.engine.driver import Ahead, Driver, entering, generated, make_engine
 from tests.engine.ranks import Processes, Replica
 from tests.support import in_process
-from tests.support.checkpoints.models import VOCAB, Reference, random_prompts
+from tests.support.checkpoints.models import VOCAB, Case, Reference, make_llama, random_prompts
 from tests.support.compiler import demand_compiler
 from tests.support.shared_prefixes import Load
 from tests.support.shared_prefixes import load as load  # the fixture
@@ -209,3 +208,43 @@ def test_death_of_a_rank_is_an_error_of_the_others(reference: Reference) -> None
                     ahead.finish(ahead.give([0]))
     finally:
         separate.stop()
+
+
+CUT_BY_INPUTS = ("o_proj.weight", "down_proj.weight")
+TOKENS = 32
+INT8 = {"kernels": "cpu", "quantize": "int8", "block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    demand_compiler()
+    return make_llama(tmp_path_factory.mktemp("int8") / "tiny", seed=31, requests=1, num_hidden_layers=4)
+
+
+def rounded(weight: Tensor, parts: int) -> Tensor:
+    """[outputs, inputs]: multiples of max |w| / 127 of the row, of each of so many parts of its inputs."""
+    pieces = []
+    for piece in weight.chunk(parts, dim=1):
+        scale = piece.abs().amax(dim=1, keepdim=True) / 127
+        pieces.append((piece / scale).round() * scale)
+    return torch.cat(pieces, dim=1)
+
+
+def cases(checkpoint: Reference, tp: int) -> list[Case]:
+    """transformers with the weights of `tp` ranks: what it answers."""
+    reference = Reference(checkpoint.path)
+    with torch.no_grad():
+        for name, weight in reference.model.named_parameters():
+            if ".layers." in name and weight.ndim == 2:
+                weight.copy_(rounded(weight, tp if name.endswith(CUT_BY_INPUTS) else 1))
+    return reference.cases(6, (4, 60), TOKENS, seed=37)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_int8_ranks_give_the_tokens_of_their_rounded_weights(
+    processes: Processes, checkpoint: Reference, tp: int, pp: int
+) -> None:
+    asked = cases(checkpoint, tp)
+    with processes.replica(tp, pp, checkpoint.path, **INT8) as replica:
+        found = generated(replica, [case.prompt for case in asked], TOKENS, microbatches=pp, lookahead=1)
+    assert found == [case.tokens for case in asked]

@@ -1,4 +1,4 @@
-"""A worker's own host tier in a shared folder: how large it gets beside others, and what its ranks agree on."""
+"""A worker's own host tier in a shared folder: its size beside others, what its ranks agree on, and its format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from tests.engine.driver import make_engine
-from tests.support.checkpoints.models import Reference
+from tests.support.checkpoints.models import Reference, make_llama
 
 MODEL = {"seed": 11, "requests": 1, "output_tokens": 1}
 
@@ -132,3 +132,35 @@ def test_fault_of_the_folder_is_found_before_weights_are_read(
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigurationError, match="--kv-share-dir"):
         make_engine(reference.path, kv_share_dir=tmp_path)
+
+
+def test_what_changes_the_bytes_of_a_block_changes_the_format(reference: Reference, tmp_path: Path) -> None:
+    other = make_llama(tmp_path / "tuned", seed=12, requests=1, output_tokens=1)
+    assert (other.path / "config.json").read_bytes() == (reference.path / "config.json").read_bytes()
+    formats = [
+        make_engine(model, **settings).info().kv_format
+        for model, settings in (
+            (reference.path, {"kernels": "cpu", "block_size": 16}),
+            (other.path, {"kernels": "cpu", "block_size": 16}),
+            (reference.path, {"kernels": "reference", "block_size": 16}),
+            (reference.path, {"kernels": "cpu", "block_size": 32}),
+            (reference.path, {"kernels": "cpu", "block_size": 16, "dtype": "bfloat16"}),
+            (reference.path, {"kernels": "cpu", "block_size": 16, "quantize": "int8"}),
+            (reference.path, {"kernels": "cpu", "block_size": 16, "deterministic": True}),
+            (reference.path, {"kernels": "cpu", "block_size": 16, "kv_dtype": "int8"}),
+            (reference.path, {"kernels": "cpu", "block_size": 16, "kv_dtype": "fp8"}),
+        )
+    ]
+    assert len(set(formats)) == len(formats)
+
+
+def test_computing_backend_is_part_of_the_format(reference: Reference) -> None:
+    """Kernels that lay a block out alike, and ranks that hold a part of it."""
+    engine = make_engine(reference.path, kernels="reference")
+    formats = [engine.info().kv_format]
+    for kernels, tp, pp in (("reference", 1, 1), ("cuda", 1, 1), ("reference", 2, 1), ("reference", 1, 2)):
+        parallel = ParallelState()
+        tier = HostTier(WorkerSettings(model=reference.path, kernels="reference"), parallel)
+        parallel.tp, parallel.pp = tp, pp
+        formats.append(tier.describe(engine.cache, kernels, engine.model_hash)["kv_format"])
+    assert formats[0] == formats[1] and len(set(formats)) == 4

@@ -428,6 +428,6 @@ def test_file_system_that_frees_no_part_of_a_file_keeps_nothing(
     def refuse(file: int, offset: int, size: int) -> None:
         raise OSError(95, os.strerror(95))
 
-    monkeypatch.setattr("services.worker.kv.share_folder._free", refuse)
+    monkeypatch.setattr("services.worker.kv.share_folder.free_part", refuse)
     assert tier(folder).keep(np.array([3], np.int32)) == 0
     assert not kept(folder) and "KV is not kept: Operation not supported" in caplog.text

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from protos import worker_pb2
-from services.worker.server import OPTIONS
+from services.worker.serving.server import OPTIONS
 from shared.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine
 from tests.engine.peers.test_peers import mapped, peer_of, sharing, tiers

@@ -62,7 +62,7 @@ def on(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "demand_gpu", demand)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: machine != "none")
     monkeypatch.setattr(backend.kernel_ops, "create", Made)
-    monkeypatch.setattr(backend, "_library", lambda _: None)  # the C++ kernels have tests of their own
+    monkeypatch.setattr(backend, "cpu_library", lambda _: None)  # the C++ kernels have tests of their own
 
 
 def chosen(config: DecoderConfig, **settings: Any) -> tuple[str, str, torch.dtype]:

@@ -22,10 +22,10 @@ import grpc
 import pytest
 
 from protos import worker_pb2, worker_pb2_grpc
-from services.worker import server as server_module
 from services.worker import watchdog
-from services.worker.pipeline import QUEUED_STEPS
-from services.worker.server import WorkerServer
+from services.worker.serving import server as server_module
+from services.worker.serving.pipeline import QUEUED_STEPS
+from services.worker.serving.server import WorkerServer
 from services.worker.watchdog import StepWatchdog
 from shared.columns import unpack
 from shared.keys import Keys
@@ -40,7 +40,8 @@ MODEL = {"seed": 9, "requests": 2}
 
 WAITING_ENGINE = """
 import sys
-from services.worker import main, server
+from services.worker import main
+from services.worker.serving import server
 from services.worker.engine import Engine
 from shared.settings import WorkerSettings
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from protos import worker_pb2
-from services.worker import pipeline
 from services.worker.engine import STEPS_IN_FLIGHT, Engine
 from services.worker.in_flight import InFlightStep, InFlightSteps
-from services.worker.pipeline import Item, RunState
-from services.worker.server import WorkerServer
+from services.worker.serving import pipeline
+from services.worker.serving.pipeline import Item, RunState
+from services.worker.serving.server import WorkerServer
 from shared.columns import pack, unpack
 from tests.engine.late_engine import make_late_engine
 from tests.engine.worker.test_server import DEADLINE_S, Client, begun, chunk, first_step

@@ -22,8 +22,8 @@ from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
 from services.worker.parallel.launch import joined, own_gpu
 from services.worker.parallel.leader import Ranks
-from services.worker.rank_server import RankServer
-from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
+from services.worker.serving.rank_server import RankServer
+from services.worker.serving.server import MESSAGE_BYTES, OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
 from shared.settings import RankSettings, WorkerSettings

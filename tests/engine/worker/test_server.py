@@ -16,9 +16,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import worker_pb2, worker_pb2_grpc
-from services.worker import pipeline
 from services.worker.engine import Engine
-from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
+from services.worker.serving import pipeline
+from services.worker.serving.server import MESSAGE_BYTES, OPTIONS, WorkerServer
 from shared import run_socket
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError

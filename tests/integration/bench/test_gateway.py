@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.fleet import redis as bench
 from bench.gateway import main as gateway
 from bench.gateway.streams import BrokenStreamError, Reader
+from shared.keys import Keys
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 STREAM = (
@@ -78,3 +81,13 @@ def test_short_run_counts_every_token_of_a_gateway(
         assert line["cpu_us_per_token"] > 0
     assert all(0 < line["wait_p50_ms"] <= line["wait_p99_ms"] for line in report["results"][2:])
     assert report["machine"]["cores"]
+
+
+def test_requests_are_enqueued_claimed_and_ended(tmp_path: Path) -> None:
+    with bench.server(tmp_path) as client:
+        found = bench.measure(client, iterations=1)
+        keys = Keys("bench")
+        assert client.hmget(keys.queue, "requests", "tokens", "bytes") == [b"0", b"0", b"0"]
+        assert [client.xlen(stream) for stream in keys.request_streams()] == [0, 0, 0, 0]
+        states = {client.hget(name, "state") for name in client.scan_iter(keys.req("*"), count=1000)}
+    assert states == {b"finished"} and all(found[name] > 0 for name in ("enqueue_request", "claim_request"))

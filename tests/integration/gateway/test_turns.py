@@ -23,9 +23,10 @@ from services.gateway.gateway import Gateway
 from services.gateway.openai import completions
 from services.gateway.request import THREADS, Arrival
 from tests.integration.gateway.conftest import asgi
-from tests.support.stack import RedisServer
+from tests.support.gateway_process import GatewayProcess
+from tests.support.stack import PLAIN, RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
-from tests.support.waiting import wait_until
+from tests.support.waiting import until, wait_until
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 LATE = {"prefill_tok_s": 100, "queued_tokens_normal": 4000, "predicted_ttft_ms_normal": 40_000}
@@ -277,3 +278,29 @@ async def test_crowd_is_refused_again_without_redis(
     assert {answer.json()["error"]["code"] for answer in [*first, *answers]} == {"queue_full"}
     assert len({answer.json()["error"]["message"] for answer in [*first, *answers]}) == 1
     assert len(begun) == 1 + TURNS
+
+
+def shard(gateway: GatewayProcess) -> dict[str, str]:
+    """Return the stats that the gateway has read."""
+    return dict(httpx.get(gateway.ops_url + "/stats", verify=PLAIN, timeout=60).json()["shards"].get("shard-0", {}))
+
+
+def test_full_queue_is_429_until_retry_after(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
+) -> None:
+    scheduler.client.hset(gateway.keys.queue, "tokens", 999)
+    scheduler.stats(prefill_tok_s=70)
+    until("the rate is known", lambda: shard(gateway).get("prefill_tok_s") == "70")
+
+    def answered(waiting: int, priority: str) -> httpx.Response:
+        scheduler.client.hset(gateway.keys.queue, "tokens", waiting)
+        return gateway.post("/v1/completions", {"prompt": [5] * 10, "priority": priority})
+
+    for priority in ("normal", "low"):
+        full = answered(985, priority)
+        error = full.json()["error"]
+        assert (full.status_code, error["code"], f"class {priority}" in error["message"]) == (429, "queue_full", True)
+        after = int(full.headers["retry-after"])
+        assert answered(985 - 70 * (after - 1), priority).status_code == 429
+        assert answered(985 - 70 * after, priority).status_code == 200
+    assert answered(985, "realtime").status_code == 200

@@ -208,25 +208,20 @@ async def test_client_of_a_server_that_hangs_ends_without_an_error(scheme: str, 
         assert await line("WAIT", 0, 0) == 0
 
 
-async def test_second_answer_goes_to_no_call(scheme: str, tmp_path: Path) -> None:
-    async with scripted(scheme, tmp_path, [b":1\r\n:2\r\n"]) as line:
-        assert await line("GET", "a") == 1
-        with pytest.raises(RedisConnectionError, match="without a call"):
-            await line("ECHO", "lost")
-        assert await line("ECHO", "mine") == b"mine"
+ENDS: dict[str, tuple[bytes, bool, list[int], str]] = {
+    "an answer too many": (b":1\r\n:2\r\n", False, [1], "without a call"),
+    "garbage": (b"no protocol\r\n", False, [], "."),
+    "cut": (b"$5\r\nhe", True, [], "."),
+    "the end between calls": (b":1\r\n", True, [1], "."),
+}
 
 
-@pytest.mark.parametrize("answer", [b"no protocol\r\n", b"$5\r\nhe"], ids=["garbage", "cut"])
-async def test_broken_answer_is_an_error_once(scheme: str, tmp_path: Path, answer: bytes) -> None:
-    async with scripted(scheme, tmp_path, [answer], ends=answer.startswith(b"$")) as line:
-        with pytest.raises(RedisConnectionError):
-            await line("GET", "a")
-        assert await line("ECHO", "mine") == b"mine"
-
-
-async def test_end_between_calls_is_an_error_once(scheme: str, tmp_path: Path) -> None:
-    async with scripted(scheme, tmp_path, [b":1\r\n"], ends=True) as line:
-        assert await line("GET", "a") == 1
-        with pytest.raises(RedisConnectionError):
-            await line("ECHO", "lost")
+@pytest.mark.parametrize(("answer", "ends", "read", "said"), ENDS.values(), ids=ENDS)
+async def test_broken_answer_is_an_error_once(
+    scheme: str, tmp_path: Path, answer: bytes, ends: bool, read: list[int], said: str
+) -> None:
+    async with scripted(scheme, tmp_path, [answer], ends=ends) as line:
+        assert [await line("GET", "a") for _ in read] == read
+        with pytest.raises(RedisConnectionError, match=said):
+            await line("ECHO" if read else "GET", "lost")
         assert await line("ECHO", "mine") == b"mine"

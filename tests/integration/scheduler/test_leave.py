@@ -33,13 +33,8 @@ def info(name: str, keeps: bool) -> worker_pb2.WorkerInfo:
 class Leaver(Described):
     """A worker that samples the same token again and again, and says that it drains when it is told to."""
 
-    def __init__(self, name: str, keeps: bool = True, stale: str = "", maps: bool = True) -> None:
-        """stale: why it uses nothing that it copies from a peer; each later result says so again. maps: else it is why
-        it cannot map the tier of a peer.
-        """
+    def __init__(self, name: str, keeps: bool = True) -> None:
         super().__init__(info(name, keeps))
-        self._stale, self._maps = stale, maps
-        self._stale_peers: set[int] = set()
         self.hello = worker_pb2.Hello()
         self.steps: list[worker_pb2.Step] = []
         self.drains = asyncio.Event()
@@ -87,13 +82,10 @@ class Leaver(Described):
         for slot in slots:
             self._known[slot] += 1
         peers = [peer.number for peer in step.peers if peer.host_tier]
-        if self._stale:
-            self._stale_peers |= set(unpack(step.swap_in_peers).tolist() if self._maps else peers)
         return worker_pb2.Result(
             epoch=step.epoch, id=step.id, slots=pack(slots), tokens=pack([7] * len(slots)),
             swap_out_acks=step.swap_out_gpu, swap_in_acks=step.swap_in_host,
-            peer_acks=pack(peers if self._maps else []), kept=len(unpack(step.keep)),
-            stale_peers=pack(sorted(self._stale_peers)), stale_reasons=[self._stale] * len(self._stale_peers),
+            peer_acks=pack(peers), kept=len(unpack(step.keep)),
         )  # fmt: skip
 
     @property
@@ -131,26 +123,6 @@ async def test_next_worker_loads_what_one_kept(keeps: bool) -> None:
     if keeps:
         (enter,) = (enter for step in second.steps for enter in step.enters)
         assert enter.computed == first.computed and unpack(first.steps[-1].swap_out_host).tolist() == kept.tolist()
-
-
-@pytest.mark.parametrize("maps", [True, False])
-async def test_kv_that_a_worker_refuses_is_computed_again(maps: bool) -> None:
-    first, second, shard = Leaver("first"), Leaver("second", stale="this is why", maps=maps), Shard(SETTINGS)
-    async with serving(first, second) as (one, other):
-        shard.add([request("a")])
-        run = asyncio.create_task(shard.fleet.serve(one))
-        await wait_until(lambda: len(first.steps) > 10)
-        first.drains.set()
-        await run
-        run = asyncio.create_task(shard.fleet.serve(replace(other, epoch=2)))
-        await wait_until(lambda: "a" in shard.ended or run.done())
-        await wait_until(lambda: not shard.core.kept_tiers)
-        shard.core.check()
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-    assert (shard.ended["a"].finish, shard.ended["a"].outputs[0].tolist()) == ([Finish.LENGTH], [7] * TOKENS)
-    assert second.computed == PROMPT + TOKENS - 1, "it computes all of it"
-    assert shard.events[1:] == [("kv_discarded", "this is why", "second")]
 
 
 @pytest.mark.parametrize("needed", [True, False])

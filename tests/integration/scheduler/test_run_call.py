@@ -15,8 +15,8 @@ import pytest
 from protos import worker_pb2
 from services.scheduler.workers import run_call
 from services.scheduler.workers.run_call import RunCall
-from services.worker.pipeline import Results, RunState
-from services.worker.run_server import RefusedError, RunServer
+from services.worker.serving.pipeline import Results, RunState
+from services.worker.serving.run_server import RefusedError, RunServer
 from shared import run_socket
 from shared.errors import ProtocolError
 from tests.support.run_socket import SocketCall

@@ -77,7 +77,7 @@ def test_image_uses_the_best_library_that_the_cpu_can_run(
 ) -> None:
     paths = carry("avx2", "avx512", "avx512bf16", "amx")
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(flags.split()))
-    monkeypatch.setattr(build, "_request_tiles", lambda: 0)
+    monkeypatch.setattr(build, "request_tiles", lambda: 0)
     without_compiler(monkeypatch)
     assert find_library() == (paths[expected], expected)
 
@@ -86,7 +86,7 @@ def test_refused_tile_registers_leave_the_avx512_kernels_and_a_warning(
     empty: Path, compiled: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset((V3 + V4 + AMX).split()))
-    monkeypatch.setattr(build, "_request_tiles", lambda: errno.EPERM)
+    monkeypatch.setattr(build, "request_tiles", lambda: errno.EPERM)
     with caplog.at_level(logging.WARNING):
         assert find_library()[1] == "native"
     assert "AVX-512 kernels serve instead of AMX" in caplog.text and "Operation not permitted" in caplog.text
@@ -97,7 +97,7 @@ def test_refused_tile_registers_leave_the_avx512_kernels_and_a_warning(
 
 def test_system_is_asked_for_tile_registers_only_where_cpu_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(build, "_request_tiles", lambda: asked.append(1) or 0)
+    monkeypatch.setattr(build, "request_tiles", lambda: asked.append(1) or 0)
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset((V3 + V4).split()))
     assert build.usable_flags() == frozenset((V3 + V4).split()) and not asked
     build.tiles_refusal.cache_clear()
@@ -107,7 +107,7 @@ def test_system_is_asked_for_tile_registers_only_where_cpu_has_them(monkeypatch:
 
 @pytest.mark.skipif(build.cpu_flags() >= build.TILE_FLAGS, reason="this CPU has tile registers")
 def test_request_for_tile_registers_that_are_not_there_is_an_error() -> None:
-    assert build._request_tiles() in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
+    assert build.request_tiles() in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
 
 
 def test_a_library_of_other_sources_is_not_used(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         target.touch()
 
     monkeypatch.setattr(build, "compile_to", pretend)
-    monkeypatch.setattr(build, "_run", lambda command: "12.2.0")
+    monkeypatch.setattr(build, "run_command", lambda command: "12.2.0")
     monkeypatch.setattr(build.shutil, "which", lambda name: f"/usr/bin/{name}")
     return made
 

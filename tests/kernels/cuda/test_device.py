@@ -18,7 +18,6 @@ from kernels.emulator.program import EmulatorError
 from tests.kernels.cuda.programs import DEVICE, GPU, device_of
 from tests.support.compiler import needs_compiler
 
-SEEDS = range(12)
 LAZY = 3
 """A seed that puts off all that it can."""
 
@@ -88,44 +87,6 @@ def test_a_stream_that_waits_for_an_event_begins_behind_it() -> None:
     found = [interleaving(seed, wait=True) for seed in range(40)]
     assert all(order.startswith("mmmmm") for order in found)
     assert any(order.startswith("mmmmmc") for order in found), "and not behind all of the other stream"
-
-
-def uploaded(seed: int, wait: bool) -> bool:
-    """Whether a copy to the device has what the buffer held when it was given, the buffer being rewritten after it."""
-    device = EmulatedDevice(seed)
-    buffer, target = device.pinned((4,), torch.int32), device.empty((4,), torch.int32)
-    buffer.fill_(1)
-    device.main.copy(target, buffer)
-    event = device.main.record()
-    if wait:
-        event.wait()
-    buffer.fill_(2)
-    device.close()
-    return bool((target == 1).all())
-
-
-def test_buffer_that_is_rewritten_before_its_copy_is_done_shows() -> None:
-    assert all(uploaded(seed, wait=True) for seed in SEEDS)
-    assert not all(uploaded(seed, wait=False) for seed in SEEDS) and not uploaded(LAZY, wait=False)
-
-
-def missing_wait(seed: int, wait: bool) -> bool:
-    """Whether copies reads what main wrote."""
-    device = EmulatedDevice(seed)
-    written, read = device.empty((8,), torch.bfloat16), device.pinned((8,), torch.bfloat16)
-    for _ in range(30):
-        device.main.run(lambda: None)
-    device.main.run(lambda: written.fill_(1))
-    if wait:
-        device.copies.wait_for(device.main.record())
-    device.copies.copy(read, written)
-    device.copies.record().wait()
-    return bool((read == 1).all())
-
-
-def test_a_missing_wait_between_streams_shows() -> None:
-    assert all(missing_wait(seed, wait=True) for seed in SEEDS)
-    assert not all(missing_wait(seed, wait=False) for seed in SEEDS)
 
 
 @pytest.mark.parametrize("order", [None, LAZY])

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.harness.checker import MORE_FDS, check, check_epochs, check_exits, check_rest, check_told
-from tests.chaos.harness.clock import Deadline
-from tests.chaos.harness.history import Connection, Event, History, Injected, Outcome, Rest
-from tests.chaos.harness.pauses import Refills, gaps, longest
+from tests.chaos.harness.history import Connection, Event, History, Outcome, Rest
 
 TOKENS = [[5, 6, 7, 8, 9], [11, 12, 13]]
 EXPECTED = {"two": Outcome(TOKENS, ["abcde", "xyz"], ["length", "stop"], {"completion_tokens": 8})}
@@ -174,28 +172,6 @@ def test_an_older_epoch_behind_a_newer_one_is_found() -> None:
     assert [found.kind for found in check_epochs("steps", [3, 4, 3, 4])] == ["fenced"]
 
 
-def figures(faults: list[Injected], steps: list[tuple[float, float]] | None = None) -> dict[str, dict[str, float]]:
-    return longest(gaps(good(), faults), Refills(steps or []))
-
-
-def test_pause_belongs_to_the_fault_within_it_or_several() -> None:
-    early, cut, kill = Injected("early", "c", 0.0, 0.9), Injected("cut", "a", 2.0, 2.5), Injected("kill", "b", 3.9, 9.0)
-    assert figures([early, cut])["longest_pause_s"] == {"cut": 2.9}
-    assert figures([early, cut, kill])["longest_pause_s"] == {"kill": 0.2, "several": 2.9}
-    assert figures([Injected("goes on", "a", 2.0)])["longest_pause_s"] == {"goes on": 2.9}
-    slow = good()
-    slow.plan = "slow"  # its reader measures no pause
-    assert gaps(slow, [Injected("cut", "a", 2.0, 2.5)]) == []
-
-
-def test_prompt_work_is_no_pause_and_ready_services_count_later() -> None:
-    cut = Injected("cut", "a", 2.0, 3.5, ready_s=3.0)
-    steps = [(1.0, 0.3), (2.5, 0.4), (3.5, 0.25), (4.2, 0.5)]  # the first and the last are outside of the gap
-    assert figures([cut], steps) == {
-        "longest_pause_s": {"cut": 2.25}, "after_ready_s": {"cut": 0.75}, "refill_s": {"cut": 0.65},
-    }  # fmt: skip
-
-
 def test_a_process_that_ends_without_a_word_is_found() -> None:
     exits = {"worker": [-9, 0, 1], "scheduler-0": [1], "gateway-0": [0, -9]}
     assert check_exits(exits, {"worker": 1, "scheduler-0": 1}) == []
@@ -222,18 +198,3 @@ def test_slipped_tokens_are_doubled_or_lost_despite_ordered_ids() -> None:
     assert told([*right[:12], *right[9:]]) == {"doubled"}
     assert "lost" in told([*right[:12], *right[15:]])
     assert told([*right[:12], 99, *right[13:]]) == {"diverged"}
-
-
-@pytest.mark.parametrize(("load", "passed"), [(0.5, True), (4.0, True), (40.0, False)])
-def test_deadline_waits_longer_when_more_processes_than_cores_run(
-    monkeypatch: pytest.MonkeyPatch, load: float, passed: bool
-) -> None:
-    now = 100.0
-    monkeypatch.setattr("tests.chaos.harness.clock.time.monotonic", lambda: now)
-    monkeypatch.setattr("tests.chaos.harness.clock.os.getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr("tests.chaos.harness.clock.os.cpu_count", lambda: 4)
-    deadline = Deadline(10.0)
-    now += 9.9
-    assert not deadline.passed()
-    now += 0.2
-    assert deadline.passed() == passed

@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from bench.fleet import main as command
-from bench.fleet.calibration import Case, compare
-from bench.fleet.replica import NEVER, Replica, Requests, Size, StepCost
+from bench.fleet.replica import Replica, Requests, Size, StepCost
 from bench.fleet.routing import ROUTERS
 from bench.fleet.run import Fleet, FleetRun, Rule, Scaler, run
 from bench.fleet.traffic import Spec, Traffic, build
@@ -63,50 +62,6 @@ def test_queue_waits_as_long_as_formula_of_erlang_says(servers: int, routing: st
     assert waits_s(servers, routing, load) == pytest.approx(wait_s, rel=0.08)
 
 
-def test_decodes_take_as_long_as_their_steps_one_by_one() -> None:
-    rng = np.random.default_rng(1)
-    prompt, output = rng.integers(1, 400, 60), rng.integers(2, 300, 60)
-    requests = Requests(prompt.tolist(), output.tolist(), [-1] * 60, 0)
-    replica = Replica(0, requests, Size(64, 1 << 30, 1 << 20), GPU)
-    after = NEVER
-    for index in range(60):
-        found = replica.take(index, 0.0)
-        after = found if found >= 0 else after
-    ends = []
-    while after < NEVER:
-        now = after
-        ended, after = replica.event(now)
-        ends += [(index, now) for index in ended]
-    # All prompts share one step here; then each step has those that are not done, in their context.
-    begun = [requests.first[index] - requests.lag[index] for index in (0, 59)]
-    now = begun[1]
-    context, alive = prompt.astype(float).copy(), output - 1
-    expected = {}
-    while alive.any():
-        here = alive > 0
-        # The fluid's context grows within a step, too: by half a token of each.
-        tokens = int(here.sum())
-        cost = GPU.fixed + max(GPU.weights, tokens * GPU.token) + (context[here].sum() + tokens / 2) * GPU.context
-        now += cost
-        context[here] += 1
-        alive[here] -= 1
-        expected |= {int(index): now for index in np.flatnonzero(here & (alive == 0))}
-    found = dict(ends)
-    assert len(found) == 60
-    slack = begun[1] - begun[0]  # while prompts run, the first of them decode already
-    assert all(abs(found[index] - expected[index]) <= slack + 1e-3 * expected[index] for index in expected)
-    assert max(found.values()) == pytest.approx(max(expected.values()), rel=0.02)
-
-
-def test_the_fluid_is_near_the_core_below_saturation() -> None:
-    size = Size(256, Roofline("llama-8b", "h100").kv_blocks(16) * 16)
-    figures = compare(Case(1, 16.0, 200), "llama-8b", "h100", size)["figures"]
-    assert abs(figures["output tok/s"]["error"]) < 0.02
-    # The fluid computes a prompt as fast as it can; the core spreads it over steps in which its tokens are nearly free.
-    assert 0 <= figures["ms/token p50"]["error"] < 0.25
-    assert abs(figures["TTFT p50"]["error"]) < 0.25
-
-
 @pytest.mark.parametrize("routing", ROUTERS)
 def test_every_request_ends_once_with_all_its_tokens_whatever_fails(
     routing: str, monkeypatch: pytest.MonkeyPatch
@@ -148,22 +103,6 @@ def test_stopped_replica_gives_back_its_requests_with_their_outputs() -> None:
     assert replica.stop(first + 40 * MS) == [0]
     assert (requests.prompt, requests.output) == ([51], [59])
     assert not replica.up and replica.load == 0
-
-
-def test_affinity_finds_more_prefixes_without_overload() -> None:
-    asked = build(Spec(10_000, 8 * 12.0, groups=400, prefix_tokens=2048, skew=0.8))
-    size = Size(256, 300_000)
-    apart = run(Fleet(8, "two-choices", size, GPU), asked).result
-    together = run(Fleet(8, "prefix", size, GPU), asked).result
-    assert together["hit_share"] > 1.5 * apart["hit_share"] > 0
-    assert together["imbalance"] < 1.3
-
-
-def test_slower_machines_get_less_where_loads_are_looked_at() -> None:
-    asked = build(Spec(8000, 8 * 10.0))
-    fleet = Fleet(8, "least-tokens", SIZE, GPU, (1.0, 0.25))
-    blind = run(replace(fleet, routing="round-robin"), asked).result
-    assert run(fleet, asked).result["ttft_ms"]["p99"] < 0.5 * blind["ttft_ms"]["p99"]
 
 
 def test_a_load_counts_by_the_speed_of_the_machine() -> None:

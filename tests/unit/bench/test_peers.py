@@ -1,21 +1,20 @@
-"""The comparison with other servers: classes, medians, ratios, tables, command lines, the model's vocabulary."""
+"""The comparison with other servers: classes, medians, ratios, recipes, and streams that are killed."""
 
 from __future__ import annotations
 
-import importlib
+import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from aiohttp import web
 
-from bench import render
-from bench.peers import client, install, model, plots, servers, table
-from bench.peers.servers import EXACT, INT8, OURS, REDUCED, SERVERS, Server
+from bench.peers import client, install, kill, servers, table
+from bench.peers.kill import Load
+from bench.peers.servers import EXACT, INT8, OURS, REDUCED
 from bench.serve.stats import Record
-
-bench_main = importlib.import_module("bench.peers.__main__")
 
 
 def cell(rate: float, p99: float = 10.0, **changed: Any) -> dict[str, Any]:
@@ -90,73 +89,6 @@ def test_ratio_is_that_to_the_best_peer_of_the_class() -> None:
     assert (rate["best_peer"], rate["ratio"], rate["goal"], rate["reached"]) == ("a", 0.8, None, None)
 
 
-def test_table_names_each_server_once_with_range_answers_and_error() -> None:
-    text = render.section("peers", "classes", {"peers": THREE})
-    exact, reduced = (part.split("\n\n")[1] for part in text.split("## ")[1:3])
-    lines = exact.splitlines()
-    assert lines[2] == "| **ours** | 16/16 | - | 1,100 (900-1,200) | - | - / - | 20.0 / 40.0 | 5.00 / 10.0 | - | - |"
-    assert [line.split(" | ")[0] for line in lines[3:]] == ["| fast", "| slow"]
-    (broken,) = [line for line in reduced.splitlines() if "broken" in line]
-    assert r"does not run: wheel \| not found" in broken
-    assert {line.replace(r"\|", "").count("|") for line in [*lines, broken]} == {11}
-
-
-def test_the_page_shows_every_server_and_the_chart_is_drawn(tmp_path: Path) -> None:
-    text = "".join(render.section("peers", part, {"peers": THREE}) for part in ("run", "classes", "servers"))
-    assert all(one["name"] in text for one in THREE["rows"])
-    assert "commit abc" in text
-    plots.chart(THREE, tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_vocabulary_is_full_and_every_word_is_one_token() -> None:
-    vocab, merges = model.vocabulary()
-    assert sorted(vocab.values()) == list(range(model.VOCAB_SIZE))
-    assert len(set(model.byte_letters())) == 256
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    for tokens in (1, 128, 1500):
-        text = model.prompt(tokens, 3, 1, 4)
-        ids = tokenizer.encode(text).ids
-        assert len(ids) == tokens
-        assert tokenizer.decode(ids) == text
-
-
-def named(name: str) -> Server:
-    return next(server for server in SERVERS if server.name == name)
-
-
-@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
-def test_every_server_is_given_its_port_and_has_a_recipe(server: Server) -> None:
-    for name in model.SHAPES:
-        assert "4321" in server.command(name, 4321, Path("/scratch"))
-        assert any(name in word for word in server.command(name, 4321, Path("/scratch")))
-        assert set(server.recipes(name)) <= set(install.RECIPES)
-
-
-def test_end_of_text_is_ignored_in_way_of_each_server() -> None:
-    fields = servers.request(named("vllm float32"), "p", 64, stream=True)
-    assert fields["ignore_eos"] is True
-    assert fields["stream_options"] == {"include_usage": True}
-    assert servers.request(named("llama.cpp F16"), "p", 64, stream=False)["cache_prompt"] is False
-
-
-def test_chosen_peers_run_beside_ours_and_new_name_is_refused() -> None:
-    names = [server.name for server in servers.chosen(["vllm"], [EXACT])]
-    assert names == ["vllm float32", "orcinus float32", "orcinus float32, TBT 30 ms"]
-    assert servers.chosen([], []) == list(SERVERS)
-    with pytest.raises(KeyError, match="vlm"):
-        servers.chosen(["vlm"], [])
-
-
-def test_what_a_server_inherits_holds_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ORCINUS_DTYPE", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
-    kept = servers.environment(named("vllm float32"))
-    assert not {"ORCINUS_DTYPE", "OMP_NUM_THREADS"} & set(kept) and kept["VLLM_CPU_KVCACHE_SPACE"] == "1"
-
-
 def test_failing_recipe_stops_only_what_needs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fails(_log: Path, _model: str) -> None:
         raise install.InstallError("no compiler")
@@ -195,8 +127,63 @@ def test_tokens_of_mix_are_those_that_came_within_the_window() -> None:
     assert (figures["finished"], figures["short"]) == (3, 0)
 
 
-@pytest.mark.parametrize("argv", [["--peers", "vlm"], ["run", "vllm"], ["install", "vlm"], ["--quik"]])
-def test_wrong_use_is_told_with_exit_code_2(argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        bench_main.main(argv)
-    assert stopped.value.code == 2
+FLOAT32 = next(server for server in servers.SERVERS if server.name == "orcinus float32")
+
+
+def event(text: str) -> bytes:
+    return b"id: r:0\ndata: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
+
+
+class Answers:
+    """A server; its n-th stream is whole, breaks off, or tells an error, by n modulo 3."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.resumed: list[tuple[str, str]] = []
+
+    async def completions(self, call: web.Request) -> web.StreamResponse:
+        number, self.seen = self.seen, self.seen + 1
+        reply = web.StreamResponse(headers={"x-orcinus-request": f"r{number % 3}"})
+        await reply.prepare(call)
+        await reply.write(event("one"))
+        endings = (event(" two") + b"data: [DONE]\n\n", b"", b'data: {"error": {"message": "gone"}}\n\n')
+        await reply.write(endings[number % 3])
+        return reply
+
+    async def resume(self, call: web.Request) -> web.StreamResponse:
+        self.resumed.append((call.match_info["id"], call.headers["Last-Event-ID"]))
+        if call.match_info["id"] == "r2":
+            return web.Response(status=404, text="not found")
+        return web.Response(body=event(" two") + b"data: [DONE]\n\n", content_type="text/event-stream")
+
+
+@pytest.fixture
+async def answers() -> Any:
+    """The server and its address."""
+    made = Answers()
+    app = web.Application()
+    app.router.add_post("/v1/completions", made.completions)
+    app.router.add_get("/v1/requests/{id}/stream", made.resume)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield made, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def test_broken_streams_are_told_from_whole_ones_and_go_on(answers: Any) -> None:
+    made, url = answers
+    async with kill.connected() as session:
+        load = Load(FLOAT32, url, session)
+        load.streams = load.streams[:6]
+        async with asyncio.timeout(60):
+            streams = await load.run()
+            whole = [stream for stream in streams if not stream.error]
+            assert [stream.text for stream in whole] == ["one two"] * 2
+            broken = sorted(stream.error.split(" ", 1)[1][:20] for stream in streams if stream.error)
+            assert broken == ["error event: {'messa"] * 2 + ["the stream ended aft"] * 2
+            await load.go_on()
+    assert sorted(made.resumed) == [("r1", "r:0")] * 2 + [("r2", "r:0")] * 2
+    assert sorted(stream.text for stream in streams if not stream.error) == ["one two"] * 4
+    assert all("http 404" in stream.error for stream in streams if stream.error)

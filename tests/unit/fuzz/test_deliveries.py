@@ -16,7 +16,7 @@ from services.gateway.text.tokenizer import ModelText
 from tests.support import sse
 from tests.support.generations import generation, model
 from tests.support.generations import spec as make_spec
-from tests.unit.gateway.text.test_stops import brute_force
+from tests.unit.gateway.text.test_generation import brute_force
 
 FINISHES = {1: "stop", 2: "length", 4: "deadline"}
 PIECES = [

@@ -1,14 +1,18 @@
-"""Bounds of bad bodies: checks give up early, as each fault found blocks the event loop."""
+"""Bodies of requests: faults that are counted, and multipart cut anywhere."""
 
 from __future__ import annotations
 
+from email import message_from_bytes
 from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from services.gateway.errors import ApiError
+from services.gateway.http.multipart import MAX_HEAD_BYTES, MAX_PARTS, MultipartReader, Part, boundary_of
 from services.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -19,6 +23,7 @@ from services.gateway.openai.bodies import (
 )
 from services.gateway.openai.responses import ResponsesBody
 from shared.text.bounded_json import MAX_CONTAINERS, MAX_MEMBERS
+from tests.support.generations import rows
 
 MANY = 50_000
 MESSAGE = {"role": "user", "content": "x"}
@@ -107,3 +112,95 @@ def test_brackets_in_an_unclosed_string_are_scanned_once(end: str) -> None:
     with pytest.raises(ApiError) as refused:
         parse_json(body)
     assert refused.value.status == 400
+
+
+BOUNDARY = b"x-1"
+CONTENTS = st.lists(st.sampled_from([b"a", b"\n", b"\r\n", b"-", b"--", b"x-1", b"\r\n--x", b"\x00"]), max_size=8).map(
+    b"".join
+)
+
+
+def body(parts: list[bytes]) -> bytes:
+    head = b'\r\nContent-Disposition: form-data; name="p%d"; filename="f"\r\n\r\n%b\r\n--x-1'
+    return b"--x-1" + b"".join(head % (number, content) for number, content in enumerate(parts)) + b"--\r\n"
+
+
+def read(pieces: list[bytes]) -> tuple[list[tuple[str, bytes]], bool]:
+    reader = MultipartReader(BOUNDARY)
+    found: list[tuple[str, bytes]] = []
+    for piece in pieces:
+        for event in reader.feed(piece):
+            if isinstance(event, Part):
+                found.append((event.name, b""))
+            else:
+                found[-1] = (found[-1][0], found[-1][1] + event)
+    return found, reader.is_whole
+
+
+@given(st.lists(CONTENTS.filter(lambda content: b"\r\n--x-1" not in b"\r\n" + content), max_size=3), st.data())
+def test_parts_are_those_of_the_standard_library_wherever_the_body_is_cut(
+    parts: list[bytes], data: st.DataObject
+) -> None:
+    whole = body(parts)
+    found, is_whole = read(rows(whole, data.draw(st.lists(st.integers(0, len(whole)), max_size=6))))
+    assert is_whole
+    assert found == [(f"p{number}", content) for number, content in enumerate(parts)]
+    # The library ends lines by itself, so only parts without line ends of their own can be compared.
+    if parts and not any(b"\r" in content or b"\n" in content for content in parts):
+        oracle = message_from_bytes(b"Content-Type: multipart/form-data; boundary=x-1\r\n\r\n" + whole)
+        assert [part.get_payload(decode=True) for part in oracle.get_payload()] == parts
+
+
+def test_body_that_was_cut_is_not_whole() -> None:
+    whole = body([b"ab"])
+    assert not any(read([whole[:end]])[1] for end in range(len(whole) - 4))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"--x-1 \r\n", "followed by"),
+        (b"--x-1\r\n\r\n\r\n--x-1--", "no name"),
+        (b"--x-1\r\nContent-Disposition: attachment; name=a\r\n\r\n", "no name"),
+        (b"--x-1\r\n" + b"a" * (MAX_HEAD_BYTES + 1), "more than"),
+        (body([b""] * (MAX_PARTS + 1)), "more than"),
+        (b"--x-1\r\nContent-Disposition: form-data; name=a" + 64 * b";" + b"\r\n\r\n", "more than 64 parameters"),
+        (b"--x-1\r\nContent-Disposition: form-data; name=a; filename*=idna''%ff\r\n\r\n", "filename=TEXT"),
+        (b"--x-1\r\nContent-Disposition: form-data; name=a; filename*=\0''b\r\n\r\n", "filename=TEXT"),
+    ],
+    ids=[
+        "no line end",
+        "no head",
+        "another disposition",
+        "long head",
+        "many parts",
+        "many parameters",
+        "no encoding",
+        "NUL",
+    ],
+)
+def test_body_that_is_no_form_is_refused(content: bytes, problem: str) -> None:
+    with pytest.raises(ApiError, match=problem) as raised:
+        read([content])
+    assert (raised.value.status, raised.value.code) == (400, "invalid_multipart")
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("application/json", 415), ("", 415), ("multipart/form-data", 400), ("multipart/mixed; boundary=a", 415),
+        (f"multipart/form-data; boundary={'a' * 71}", 400), ("multipart/form-data; boundary*=idna''%ff", 400),
+        ('multipart/form-data; boundary=a; "' + 500 * ";", 415),
+    ],
+)  # fmt: skip
+def test_content_type_without_a_boundary_is_refused(content_type: str, status: int) -> None:
+    with pytest.raises(ApiError) as raised:
+        boundary_of(content_type)
+    assert raised.value.status == status
+
+
+def test_boundary_and_names_are_read_with_and_without_quotes() -> None:
+    assert boundary_of('Multipart/Form-Data; charset=x; boundary="a b"') == b"a b"
+    reader = MultipartReader(b"b")
+    head = 'content-disposition: form-data; name=file; filename="a \\" ü.jsonl"'.encode()
+    assert list(reader.feed(b"--b\r\nX: y\r\n" + head + b"\r\n\r\n")) == [Part("file", 'a " ü.jsonl')]

@@ -138,40 +138,6 @@ def test_thinking_choice_and_format_become_those_of_chat() -> None:
     assert words == ["auto", "required", "none"]
 
 
-def said(role: str, **block: Any) -> dict[str, Any]:
-    return {"messages": [{"role": role, "content": [block]}]}
-
-
-FORM = {"type": "json_schema", "schema": {}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (said("user", type="image", source={}), "messages[0].content[0]': type must be one of text, tool_use"),
-        (
-            said("user", type="tool_result", tool_use_id="t", content=[{"type": "document"}]),
-            "messages[0].content[0].content[0]': type must be one of text;",
-        ),
-        (said("assistant", type="redacted_thinking", data="x"), "got {'type': 'redacted_thinking'"),
-        (said("user", type="thinking", thinking="x"), "messages[0].content[0]: a message of role user has no thinking"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 4000}}, "less than max_tokens, 4000; got 4000"),
-        ({"thinking": {"type": "adaptive"}, "tools": [TOOL], "tool_choice": {"type": "any"}}, "thinking cannot be"),
-        ({"temperature": 1.1}, "temperature"),
-        ({"mcp_servers": [{}]}, "mcp_servers is not supported yet; leave it out; got [{}]"),
-        ({"container": "c"}, "container is not supported yet; leave it out; got 'c'"),
-        ({"thread": {"type": "create"}}, "thread: this server holds no conversations; send all messages"),
-        ({"max_token": 1}, "Unrecognized request argument supplied: max_token"),
-        ({"output_format": FORM, "output_config": {"format": FORM}}, "only one of output_config.format"),
-    ],
-)
-def test_refusals_name_field_and_value(fields: dict[str, Any], words: str) -> None:
-    assert words in refusal(**fields)
-
-
 def test_errors_of_chat_are_told_in_the_names_of_this_api() -> None:
     error = invalid("x", "messages[2].content of tools[0].function.name, messages[0]: 'stop[3]', response_format")
     told = in_words_of_messages(error, [-1, 0, 4]).message

@@ -172,7 +172,7 @@ def test_models_that_take_turns_share_cores_and_gpus_and_have_a_placer(
 
 def test_only_models_that_are_awake_together_have_to_fit(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "on_gpu", lambda worker: False)
-    monkeypatch.setattr(up, "_check_model", lambda *_: None)
+    monkeypatch.setattr(up, "check_model", lambda *_: None)
     monkeypatch.setattr(up, "share_of", lambda model, worker, replicas: Share(str(model), GIB, replicas))
     monkeypatch.setattr(up, "free_memory", lambda: 4 * GIB)  # 1.5 for one, 3 for the other
     stacks = [up.ModelStack.of(each) for each in up.options_by_model({"models": models})]

@@ -18,13 +18,7 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 100, "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5, "dtype": "bfloat16", "hidden_act": "silu",
 }  # fmt: skip
-ON_CPU: list[dict[str, Any]] = [
-    {"device": "cpu"}, {"kernels": "cpu"}, {"kernels": "reference"}, {"kernels": "emulator"}, {"deterministic": True},
-    {"quantize": "int8"}, {"kv_dtype": "int8"},
-]  # fmt: skip
-ON_GPU: list[dict[str, Any]] = [
-    {}, {"device": "cuda"}, {"kernels": "cuda"}, {"device": "cuda", "kernels": "reference"}, {"kv_dtype": "fp8"},
-]  # fmt: skip
+INT8 = {"quantize": "int8"}
 
 
 @pytest.fixture
@@ -44,28 +38,25 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.usefixtures("usable_gpu")
-@pytest.mark.parametrize("given", ON_CPU, ids=str)
-def test_options_for_cpus_alone_compile_the_kernels_beside_a_gpu(given: dict[str, Any], builds: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "on_gpu"),
+    [
+        *((given, False) for given in ({"device": "cpu"}, {"kernels": "cpu"}, {"kernels": "emulator"}, INT8)),
+        *((given, True) for given in ({}, {"device": "cuda", "kernels": "reference"}, {"kv_dtype": "fp8"})),
+    ],
+    ids=str,
+)
+def test_kernels_are_compiled_and_gpus_shared_where_the_worker_computes(
+    given: dict[str, Any], on_gpu: bool, builds: list[str]
+) -> None:
+    """Which options put it where: tests/engine/worker/test_gpu_choice.py."""
     worker = WorkerSettings(**given)
-    assert not up.on_gpu(worker) and up.unused_gpu(worker) == ""
-    assert not model_check._on_gpu(worker)
+    assert up.on_gpu(worker) == on_gpu and up.unused_gpu(worker) == ""
     up.compile_kernels(worker)
-    assert len(builds) == (worker.kernels in ("auto", "cpu"))
-    assert up.replica_env(worker, 1, 2).keys().isdisjoint({"CUDA_VISIBLE_DEVICES"})
+    assert len(builds) == (not on_gpu and worker.kernels in ("auto", "cpu"))
+    assert ("CUDA_VISIBLE_DEVICES" in up.replica_env(worker, 1, 2)) == on_gpu
     (ranks,) = doctor.check_ranks(WorkerSettings(tp=2, **given))
-    assert "GPUs" not in ranks.detail
-
-
-@pytest.mark.usefixtures("usable_gpu")
-@pytest.mark.parametrize("given", ON_GPU, ids=str)
-def test_other_settings_expect_the_gpu_and_compile_nothing(given: dict[str, Any], builds: list[str]) -> None:
-    worker = WorkerSettings(**given)
-    assert up.on_gpu(worker) and model_check._on_gpu(worker)
-    up.compile_kernels(worker)
-    assert builds == []
-    assert "CUDA_VISIBLE_DEVICES" in up.replica_env(worker, 1, 2)
-    (ranks,) = doctor.check_ranks(WorkerSettings(tp=2, **given))
-    assert "GPUs" in ranks.detail
+    assert ("GPUs" in ranks.detail) == on_gpu
 
 
 @pytest.mark.usefixtures("usable_gpu")
@@ -75,30 +66,18 @@ def test_other_settings_expect_the_gpu_and_compile_nothing(given: dict[str, Any]
         (LLAMA, {}, True),
         (LLAMA | {"dtype": "float32"}, {}, False),
         (LLAMA | {"dtype": "float32"}, {"dtype": "bfloat16"}, True),
-        (LLAMA | {"dtype": "float32"}, {"quantize": "none"}, True),
-        (LLAMA | {"dtype": "float32"}, {"device": "cuda"}, True),  # where the worker refuses
-        (LLAMA | {"dtype": "float32"}, {"kv_dtype": "fp8"}, True),  # here, too
-        (
-            LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
-            {},
-            False,
-        ),
-        (LLAMA, {"block_size": 48}, True),  # here, too
-        (LLAMA | {"intermediate_size": 520}, {}, True),
         (LLAMA | {"intermediate_size": 520}, {"tp": 2}, False),  # rows of 260 in a rank
-        (LLAMA, {"tp": 8}, True),  # here, too
+        (LLAMA, {"tp": 8}, True),  # where the worker refuses
         (None, {}, True),
     ],
 )
 def test_int4_expects_the_gpu_where_the_worker_takes_it(
-    tmp_path: Path, config: dict[str, Any] | None, given: dict[str, Any], on_gpu: bool, builds: list[str]
+    tmp_path: Path, config: dict[str, Any] | None, given: dict[str, Any], on_gpu: bool
 ) -> None:
     if config:
         (tmp_path / "config.json").write_text(json.dumps(config))
     worker = WorkerSettings(model=tmp_path, **({"quantize": "int4"} | given))
-    assert up.on_gpu(worker) == model_check._on_gpu(worker) == on_gpu
-    up.compile_kernels(worker)
-    assert len(builds) == (not on_gpu)
+    assert up.on_gpu(worker) == on_gpu
     (ranks,) = doctor.check_ranks(worker.model_copy(update={"pp": 2}))
     assert ("GPUs" in ranks.detail) == on_gpu
 
@@ -112,8 +91,8 @@ def test_w8a8_beside_a_gpu_is_refused_before_start(tmp_path: Path, monkeypatch: 
     stored = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": scheme}}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": stored}))
     with pytest.raises(ConfigurationError, match=r"in w8a8, which .* on a CPU alone; give DEVICE=cpu"):
-        up._check_model(LauncherSettings(), WorkerSettings(model=tmp_path), "MODEL")
-    up._check_model(LauncherSettings(), WorkerSettings(model=tmp_path, device="cpu"), "MODEL")
+        up.check_model(LauncherSettings(), WorkerSettings(model=tmp_path), "MODEL")
+    up.check_model(LauncherSettings(), WorkerSettings(model=tmp_path, device="cpu"), "MODEL")
 
 
 def test_gpu_that_cannot_be_used_is_not_expected(usable_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +114,8 @@ def test_int8_kv_is_refused_before_start_without_cpu_kernels(given: dict[str, An
     assert problem.startswith(said) if option else problem == ""
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
-@pytest.mark.parametrize("kernels", ["auto", "cpu", "cuda", "emulator", "reference"])
-def test_fp8_kv_is_refused_before_start_with_reference_kernels(device: Any, kernels: Any) -> None:
-    problem = up.kv_problem(WorkerSettings(kv_dtype="fp8", device=device, kernels=kernels))
+@pytest.mark.parametrize("kernels", ["auto", "cpu", "reference"])
+def test_fp8_kv_is_refused_before_start_with_reference_kernels(kernels: Any) -> None:
+    problem = up.kv_problem(WorkerSettings(kv_dtype="fp8", kernels=kernels))
     said = "--kv-dtype fp8 needs the cpu or cuda kernels, and --kernels reference rules them out; give --kernels auto"
     assert problem.startswith(said) if kernels == "reference" else problem == ""

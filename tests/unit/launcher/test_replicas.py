@@ -173,7 +173,7 @@ def test_folder_in_use_or_of_no_stack_stays(tmp_path: Path, monkeypatch: pytest.
         folder.mkdir()
         (folder / "tier").touch()
     if kind == "of another user":
-        monkeypatch.setattr(up, "_prefix", lambda: f"orcinus-{user}-")
+        monkeypatch.setattr(up, "folder_prefix", lambda: f"orcinus-{user}-")
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with (folder / "tier" if kind == "with a worker" else memory / "none").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -202,7 +202,7 @@ def test_folder_of_a_stack_that_runs_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_folder_that_is_swapped_while_it_opens_is_not_emptied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: str
 ) -> None:
-    user, hold, target = os.geteuid(), up._held, tmp_path / "target"
+    user, hold, target = os.geteuid(), up.lock_own, tmp_path / "target"
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
     target.mkdir()
     (target / "file").touch()
@@ -219,7 +219,7 @@ def test_folder_that_is_swapped_while_it_opens_is_not_emptied(
             monkeypatch.setattr(os, "geteuid", lambda: user + 1)
         return descriptor
 
-    monkeypatch.setattr(up, "_held", swap_after)
+    monkeypatch.setattr(up, "lock_own", swap_after)
     monkeypatch.setattr(up, "remove_abandoned", lambda: None)
     refused = pytest.raises(ConfigurationError, match="is no folder of user")
     with (

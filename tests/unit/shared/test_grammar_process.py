@@ -26,10 +26,11 @@ from shared.text.grammar_process import (
     HEAD,
     MEMORY_BYTES,
     MOST_FORCED,
+    SPENT,
+    Followed,
     GrammarProcess,
-    _answer,
-    _Followed,
     read_masks,
+    reply_to,
 )
 from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError
 from tests.support.checkpoints.tokenizers import token_ids, write_model
@@ -142,15 +143,15 @@ def test_forced_tokens_are_of_the_one_text_that_is_left(model: Path, process: Gr
     assert seen > 100
 
 
-def test_right_guesses_have_forced_tokens_behind_them(followed: _Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_guesses_have_forced_tokens_behind_them(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", 60.0)
     grammar = LLMatcher.grammar_from_lark(f'start: "{4 * FIXED}" /[a-z]/')
-    _, forced = read_masks(_answer(followed, question(BEGIN, 1, [], (), grammar))[1:])
+    _, forced = read_masks(reply_to(followed, question(BEGIN, 1, [], (), grammar))[1:])
     guesses: list[int] = []
     for _ in range(4):
         assert len(forced[-1]) > 1
         outputs, guesses = [*guesses, forced[-1][0]], forced[-1][1:]
-        masks, forced = read_masks(_answer(followed, question(GO_ON, 1, outputs, guesses=guesses))[1:])
+        masks, forced = read_masks(reply_to(followed, question(GO_ON, 1, outputs, guesses=guesses))[1:])
         assert len(masks) == len(guesses) + 1
 
 
@@ -165,37 +166,37 @@ def test_looking_for_forced_tokens_uses_up_no_lexer(model: Path, monkeypatch: py
         return fresh(self, grammar)
 
     monkeypatch.setattr(Grammars, "fresh", counted)
-    followed = _Followed(Grammars(model, VOCAB), MEMORY_BYTES)
+    followed = Followed(Grammars(model, VOCAB), MEMORY_BYTES)
     outputs: list[int] = []
     grammar = LLMatcher.grammar_from_lark(FREE + "start: /a{6000}/")
     for kind in [BEGIN] + 19 * [GO_ON]:
-        masks, forced = read_masks(_answer(followed, question(kind, 1, outputs, (), grammar))[1:])
+        masks, forced = read_masks(reply_to(followed, question(kind, 1, outputs, (), grammar))[1:])
         assert not any(forced)
         outputs = [allowed(masks[0])[0]]
     assert compiled == [grammar]
 
 
 def test_nothing_is_forced_where_values_begin_or_time_is_up(
-    process: GrammarProcess, followed: _Followed, monkeypatch: pytest.MonkeyPatch
+    process: GrammarProcess, followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = LLMatcher.grammar_from_lark(WAYS % FIXED)
     process.masks(1, grammar, tokens(*token_ids(FIXED)))
     assert process.forced == [[]]
     monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", 60.0)
-    _, forced = read_masks(_answer(followed, question(BEGIN, 1, [], (), grammar))[1:])
+    _, forced = read_masks(reply_to(followed, question(BEGIN, 1, [], (), grammar))[1:])
     assert len(forced[0]) > 1
     monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", 0.0)
-    assert read_masks(_answer(followed, question(BEGIN, 2, [], (), grammar))[1:])[1] == [[]]
+    assert read_masks(reply_to(followed, question(BEGIN, 2, [], (), grammar))[1:])[1] == [[]]
 
 
-def test_costly_masks_behind_guesses_are_left_out(followed: _Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_masks_behind_guesses_are_left_out(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     guess = LLMatcher.grammar_from_regex("a{9}")
-    (mask,), _ = read_masks(_answer(followed, question(BEGIN, 1, [], (), guess))[1:])
+    (mask,), _ = read_masks(reply_to(followed, question(BEGIN, 1, [], (), guess))[1:])
     only = allowed(mask)[0]
     for limit_s, masks in ((60.0, 4), (0.0, 1)):
         monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", limit_s)
         head = HEAD.pack(GO_ON, 1, 0, 3, 0) + tokens(only, only, only).tobytes()
-        assert COUNT.unpack_from(_answer(followed, head), 1) == (masks,)
+        assert COUNT.unpack_from(reply_to(followed, head), 1) == (masks,)
 
 
 def test_sequences_go_on_after_the_process_was_killed(process: GrammarProcess) -> None:
@@ -237,8 +238,8 @@ def test_model_without_grammars_is_said_for_each_sequence(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def followed(model: Path) -> _Followed:
-    return _Followed(Grammars(model, VOCAB), MEMORY_BYTES)
+def followed(model: Path) -> Followed:
+    return Followed(Grammars(model, VOCAB), MEMORY_BYTES)
 
 
 def question(
@@ -253,14 +254,14 @@ def question(
     return head + tokens(*outputs, *guesses).tobytes() + np.array(forgotten, "<u8").tobytes() + grammar.encode()
 
 
-def test_forgotten_sequences_are_dropped(followed: _Followed) -> None:
+def test_forgotten_sequences_are_dropped(followed: Followed) -> None:
     for key in (1, 2):
-        assert _answer(followed, question(BEGIN, key, [], (), PATTERN))[:1] == b"T"
-    assert _answer(followed, question(GO_ON, 2, [], (1,)))[:1] == b"T"
-    assert _answer(followed, question(GO_ON, 1, [])) == b"U"
+        assert reply_to(followed, question(BEGIN, key, [], (), PATTERN))[:1] == b"T"
+    assert reply_to(followed, question(GO_ON, 2, [], (1,)))[:1] == b"T"
+    assert reply_to(followed, question(GO_ON, 1, [])) == b"U"
 
 
-def test_sequences_of_one_grammar_share_no_lexer_states(followed: _Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_one_grammar_share_no_lexer_states(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a matcher share its lexer: one that finds it full begins with a lexer of its own."""
     monkeypatch.setattr(grammars, "LIMITS", {"max_lexer_states": 90, "verbose_errors": False})  # enough for one
     pattern = LLMatcher.grammar_from_regex("[ab ]*a[ab ]{14}c")
@@ -268,7 +269,7 @@ def test_sequences_of_one_grammar_share_no_lexer_states(followed: _Followed, mon
     for _ in range(40):
         for key in range(8):
             more = [last[key]] if key in last else []
-            answer = _answer(followed, question(GO_ON if more else BEGIN, key, more, (), "" if more else pattern))
+            answer = reply_to(followed, question(GO_ON if more else BEGIN, key, more, (), "" if more else pattern))
             assert answer[:1] == b"T", answer
             last[key] = int(draw.choice(allowed(read_masks(answer[1:])[0][0])))
 
@@ -278,12 +279,12 @@ LARGE = LLMatcher.grammar_from_json_schema({"properties": {f"p{i}": {"type": "in
 
 
 @pytest.fixture
-def small(model: Path) -> _Followed:
+def small(model: Path) -> Followed:
     """Room for one large grammar, beside what is in use already."""
     grammars_of_model = Grammars(model, VOCAB)
     grammars_of_model.fresh(PATTERN)
     gc.collect()  # what tests before left, freed later, would be room for more
-    return _Followed(grammars_of_model, allocator()[0]() + (3 << 20))
+    return Followed(grammars_of_model, allocator()[0]() + (3 << 20))
 
 
 def another(name: str) -> str:
@@ -291,41 +292,41 @@ def another(name: str) -> str:
     return LLMatcher.grammar_from_regex(f"{name}[ab]{{4}}c*")
 
 
-def test_largest_grammar_ends_when_all_take_too_much(small: _Followed) -> None:
+def test_largest_grammar_ends_when_all_take_too_much(small: Followed) -> None:
     """Not the last one, and not the others: the large one is told with its next question."""
-    assert _answer(small, question(BEGIN, 1, [], (), another("x")))[:1] == b"T"
+    assert reply_to(small, question(BEGIN, 1, [], (), another("x")))[:1] == b"T"
     for key in (2, 3):
-        assert _answer(small, question(BEGIN, key, [], (), LARGE))[:1] == b"T"
+        assert reply_to(small, question(BEGIN, key, [], (), LARGE))[:1] == b"T"
     key = 4
-    while (answer := _answer(small, question(GO_ON, 2, [])))[:1] == b"T":
-        assert _answer(small, question(BEGIN, key, [], (), another(f"y{key}")))[:1] == b"T"
+    while (answer := reply_to(small, question(GO_ON, 2, [])))[:1] == b"T":
+        assert reply_to(small, question(BEGIN, key, [], (), another(f"y{key}")))[:1] == b"T"
         key += 1
         assert key < 100, "no grammar ended"
     assert answer[:1] == ENDED and b"the most of all grammars" in answer
-    assert _answer(small, question(GO_ON, 3, []))[:1] == ENDED, "the same grammar's other sequence"
+    assert reply_to(small, question(GO_ON, 3, []))[:1] == ENDED, "the same grammar's other sequence"
     for other in (1, *range(4, key)):
-        assert _answer(small, question(GO_ON, other, []))[:1] == b"T"
+        assert reply_to(small, question(GO_ON, other, []))[:1] == b"T"
 
 
-def test_largest_grammar_is_told_at_once_when_it_is_its_own_question(small: _Followed) -> None:
-    assert _answer(small, question(BEGIN, 1, [], (), PATTERN))[:1] == b"T"
+def test_largest_grammar_is_told_at_once_when_it_is_its_own_question(small: Followed) -> None:
+    assert reply_to(small, question(BEGIN, 1, [], (), PATTERN))[:1] == b"T"
     larger = LLMatcher.grammar_from_json_schema({"properties": {f"q{i}": {"type": "integer"} for i in range(700)}})
-    assert _answer(small, question(BEGIN, 2, [], (), larger))[:1] == ENDED
-    assert _answer(small, question(GO_ON, 2, [])) == b"U"
-    assert _answer(small, question(GO_ON, 1, []))[:1] == b"T"
+    assert reply_to(small, question(BEGIN, 2, [], (), larger))[:1] == ENDED
+    assert reply_to(small, question(GO_ON, 2, [])) == b"U"
+    assert reply_to(small, question(GO_ON, 1, []))[:1] == b"T"
 
 
-def test_grammar_that_only_the_cache_keeps_goes_first(small: _Followed) -> None:
-    assert _answer(small, question(BEGIN, 1, [], (), LARGE))[:1] == b"T"
-    assert _answer(small, question(BEGIN, 2, [], (1,), PATTERN))[:1] == b"T"
+def test_grammar_that_only_the_cache_keeps_goes_first(small: Followed) -> None:
+    assert reply_to(small, question(BEGIN, 1, [], (), LARGE))[:1] == b"T"
+    assert reply_to(small, question(BEGIN, 2, [], (1,), PATTERN))[:1] == b"T"
     second = LLMatcher.grammar_from_json_schema({"properties": {f"q{i}": {"type": "integer"} for i in range(390)}})
-    assert _answer(small, question(BEGIN, 3, [], (), second))[:1] == b"T"
+    assert reply_to(small, question(BEGIN, 3, [], (), second))[:1] == b"T"
     for key in (2, 3):
-        assert _answer(small, question(GO_ON, key, []))[:1] == b"T"
+        assert reply_to(small, question(GO_ON, key, []))[:1] == b"T"
 
 
 def test_grammar_that_ended_for_its_memory_is_counted(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_ask", lambda *_: ENDED + b"it takes 2 MiB")
+    monkeypatch.setattr(process.jail, "ask", lambda question: SPENT.pack(0.0) + ENDED + b"it takes 2 MiB")
     with pytest.raises(GrammarEndedError, match="it takes 2 MiB"):
         process.masks(1, PATTERN, tokens())
     assert process.ended == 1

@@ -226,7 +226,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 def test_hostile_tokenizer_is_refused_before_it_is_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], said: str
 ) -> None:
-    monkeypatch.setattr(bounds, "_parsed", lambda *_: pytest.fail("it was parsed"))
+    monkeypatch.setattr(bounds, "parse_bounded", lambda *_: pytest.fail("it was parsed"))
     path = write(tmp_path, **parts)
     with pytest.raises(ModelError, match=f"^{path}: .*{re.escape(said)}"):
         load_tokenizer(path)

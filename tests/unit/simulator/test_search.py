@@ -82,16 +82,6 @@ def test_knee_is_smallest_budget_that_keeps_up_within_the_slos(
     assert missed[256] == 0 and missed[192] > 0.3 and missed[384] > 0.3
 
 
-@pytest.mark.slow
-def test_four_pictures_are_written(tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "plots"
-    command = ["--policy", "orca,sarathi", "--requests", "20", "--rate-scale", "2,4", "--jobs", "1"]
-    assert main([*command, "--plots", str(folder)]) == 0
-    pictures = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert set(pictures) == {"throughput_tbt.png", "distributions.png", "utilisation.png", "violations.png"}
-    assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in pictures.values())
-
-
 def test_speed_counts_iterations_with_all_slots_taken() -> None:
     line = measure("orca", 4, requests=8)
     assert line["iterations"] >= 128

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -87,12 +85,6 @@ def test_message_has_thinking_text_and_calls(claude: GatewayProcess) -> None:
     assert claude.get(f"/v1/requests/{body['id']}").json()["result"] == body
 
 
-def test_omitted_thinking_stays_so_in_the_record(claude: GatewayProcess) -> None:
-    body = post(claude, thinking={"type": "adaptive", "display": "omitted"}).json()
-    assert bare(body["content"]) == [{"type": "thinking", "thinking": ""}, *CONTENT[1:]]
-    assert claude.get(f"/v1/requests/{body['id']}").json()["result"] == body
-
-
 def test_usage_parts_the_cached_tokens_of_the_prompt(led: tuple[GatewayProcess, ScriptedScheduler]) -> None:
     gateway, scheduler = led
     with gateway.stream(BODY, "/v1/messages") as answer:
@@ -136,41 +128,6 @@ def test_stream_continues_at_another_gateway(
             assert [event.json["delta"] for event in joined if event.kind == "message_delta"] == [
                 {"stop_reason": "tool_use", "stop_sequence": None}
             ]
-
-
-@pytest.mark.slow
-def test_stream_of_a_killed_gateway_continues_at_another(
-    tmp_path: Path, model: Path, redis_server: RedisServer
-) -> None:
-    tokens = token_ids(SAID)
-    settings = {**SETTINGS, "served_model_name": "claude-killed", "api_key": KEY}
-    folders = [tmp_path / name for name in ("first", "other")]
-    for folder in folders:
-        folder.mkdir()
-    events: list[sse.Event] = []
-    with (
-        led_gateway(folders[0], model, redis_server, **settings) as (first, scheduler),
-        running_gateway(folders[1], model, redis_server, **settings) as other,
-    ):
-        body = BODY | {"model": first.name, "stream": True}
-        with httpx.stream("POST", f"{first.url}/v1/messages", json=body, headers=HEADERS, timeout=60) as answer:
-            claimed = scheduler.claim()
-            scheduler.publish(Line(claimed.id, 0, tokens[:-3]), started=[claimed.id])
-            with contextlib.suppress(httpx.TransportError):
-                for event in sse.events(answer.iter_lines()):
-                    events.append(event)
-                    if "input_json_delta" in event.data:
-                        first.stop(signal.SIGKILL)
-        assert "input_json_delta" in events[-1].data
-        headers = HEADERS | {"last-event-id": events[-1].id}
-        scheduler.publish(checkpoints=[(claimed.id, 0, 0, tokens[:-3])])
-        url = f"{other.url}/v1/requests/{events[0].json['message']['id']}/stream"
-        with httpx.stream("GET", url, headers=headers, timeout=60) as answer:
-            scheduler.end(claimed, [tokens], [STOP])
-            joined = [*events, *sse.parse(answer.read())]
-    assert bare(sse.message_blocks(joined)) == CONTENT
-    assert [event.kind for event in joined].count("message_start") == 1
-    assert joined[-1].json == {"type": "message_stop"}
 
 
 def test_failure_of_a_worker_is_an_error_event(led: tuple[GatewayProcess, ScriptedScheduler]) -> None:

@@ -141,20 +141,6 @@ def test_batches_are_listed_for_their_tenant(client: openai.OpenAI, gateway: Gat
         ended(client, client.batches.retrieve(batch_id))
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input_file_id": "../batch.json"}, "input_file_id"),
-        ({"more": 1}, "more"),
-        ({"metadata": {"k" * 65: "v"}}, "metadata"),
-    ],
-)
-def test_bad_field_of_a_batch_is_named(gateway: GatewayProcess, fields: dict[str, Any], param: str) -> None:
-    body = {"input_file_id": "file-" + "0" * 30, "endpoint": CHAT, "completion_window": "24h", **fields}
-    answer = gateway.request("POST", "/v1/batches", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
 @pytest.mark.parametrize("url", ["/v1/messages", "/v1/rerank"])
 def test_other_endpoints_are_refused_by_the_ones_there_are(
     client: openai.OpenAI, gateway: GatewayProcess, url: str
@@ -212,20 +198,6 @@ def test_form_that_is_wrong_is_refused_and_leaves_nothing(
 def test_form_with_its_file_first_is_taken(gateway: GatewayProcess, client: openai.OpenAI) -> None:
     parts = [("file", ("f", b"x")), ("purpose", (None, b"batch"))]
     assert gateway.request("POST", "/v1/files", files=parts).json()["bytes"] == 1
-
-
-def test_body_that_is_no_form_is_refused(gateway: GatewayProcess) -> None:
-    head = {"Content-Type": "multipart/form-data; boundary=x"}
-    for content, refusal in (
-        (b"--x\r\n", (400, "invalid_multipart")),
-        (b"x" * 200_000, (413, "body_too_large")),
-    ):
-        answer = gateway.request("POST", "/v1/files", content=content, headers=head)
-        assert (answer.status_code, answer.json()["error"]["code"]) == refusal
-
-
-def test_unknown_order_of_a_list_is_named(gateway: GatewayProcess) -> None:
-    assert gateway.get("/v1/files?order=up").json()["error"]["param"] == "order"
 
 
 def test_responses_are_lines_as_well(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:

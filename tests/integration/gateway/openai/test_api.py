@@ -28,36 +28,6 @@ def client(client: openai.OpenAI, answers: None) -> openai.OpenAI:
     return client
 
 
-def test_chat_comes_through_the_official_client(client: openai.OpenAI, gateway: GatewayProcess) -> None:
-    answer = client.chat.completions.create(
-        model=gateway.name,
-        messages=[
-            {"role": "developer", "content": "be brief"},
-            {"role": "user", "content": [{"type": "text", "text": "hi "}, {"type": "text", "text": "there"}]},
-        ],
-        max_completion_tokens=100,
-        metadata={"a": "b"},
-        store=False,
-        service_tier="auto",
-        logit_bias={"5": -100},
-    )
-    message = answer.choices[0].message
-    assert (message.content, message.role, answer.id[:9]) == (TEXT, "assistant", "chatcmpl-")
-
-
-def test_streamed_chat_begins_with_role_and_ends_with_reason(
-    client: openai.OpenAI, gateway: GatewayProcess, answers: None
-) -> None:
-    chat = [{"role": "user", "content": "hi"}]
-    chunks = list(
-        client.chat.completions.create(model=gateway.name, messages=chat, max_tokens=100, stream=True)  # type: ignore
-    )
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
-    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "length"]
-    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
-
-
 def test_choices_are_in_order_with_lists_of_prompts_and_n(
     client: openai.OpenAI, gateway: GatewayProcess, answers: None
 ) -> None:

@@ -8,25 +8,9 @@ import openai
 import pytest
 
 from tests.integration.conftest import OTHER, TEXT
-from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess
-from tests.support.stand_ins.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler
+from tests.support.stand_ins.scripted_scheduler import ERROR, Line, ScriptedScheduler
 from tests.support.waiting import until
-
-
-def test_response_comes_through_the_official_client(
-    client: openai.OpenAI, gateway: GatewayProcess, answers: None
-) -> None:
-    response = client.responses.create(
-        model=gateway.name, input="hi", instructions="be brief", max_output_tokens=100, metadata={"a": "b"}
-    )
-    tokens = len(token_ids(TEXT))
-    assert (response.output_text, response.id[:5]) == (TEXT, "resp_")
-    assert (response.status, response.instructions, response.metadata) == ("incomplete", "be brief", {"a": "b"})
-    assert response.output[0].status == "incomplete"
-    assert response.incomplete_details is not None and response.usage is not None
-    assert response.incomplete_details.reason == "max_output_tokens"
-    assert (response.usage.output_tokens, response.usage.total_tokens) == (tokens, tokens + response.usage.input_tokens)
 
 
 def test_items_become_the_conversation_of_a_chat(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
@@ -52,15 +36,6 @@ def test_items_become_the_conversation_of_a_chat(gateway: GatewayProcess, schedu
         prompts.append(claimed.prompts)
         scheduler.serve(claimed, [50])
     assert prompts[0] == prompts[1]
-
-
-def test_stream_helper_of_the_client_ends_with_a_completed_response(
-    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
-) -> None:
-    with client.responses.stream(model=gateway.name, input="hi") as stream:
-        claimed = scheduler.claim()
-        scheduler.serve(claimed, [*token_ids(TEXT), claimed.request.stop_token_ids[0]], STOP, piece=4)
-        assert stream.get_final_response().output_text == TEXT
 
 
 def test_failure_after_the_first_token_is_two_events(
@@ -128,23 +103,6 @@ def test_input_tokens_are_those_of_the_response(client: openai.OpenAI, gateway: 
     assert rest == count(input=told, **asked) and rest.input_tokens > first.usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="is not stored"):
         client.with_options(api_key=OTHER).responses.input_tokens.count(previous_response_id=first.id, **asked)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
-        ({}, "input", "invalid_value"),
-        ({"input": "x", "max_output_tokens": 1}, "max_output_tokens", "unknown_parameter"),
-        ({"input": "x", "previous_response_id": "resp_0"}, "previous_response_id", "previous_response_not_found"),
-        ({"input": "word " * 600}, "input", "context_length_exceeded"),
-    ],
-)
-def test_input_that_cannot_be_counted_is_refused(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, fields: dict[str, Any], param: str, code: str
-) -> None:
-    refused = gateway.post("/v1/responses/input_tokens", fields)
-    error = refused.json()["error"]
-    assert (refused.status_code, error["param"], error["code"]) == (400, param, code), error
 
 
 def test_conversation_that_is_too_long_loses_its_first_turns(

@@ -57,7 +57,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
     made = Torch()
     monkeypatch.setattr(gpu, "torch", made)
     monkeypatch.setattr(gpu, "cuda", made.cuda)
-    monkeypatch.setattr(gpu, "_entered", threading.local())
+    monkeypatch.setattr(gpu, "entered", threading.local())
     monkeypatch.setattr(loader, "Program", lambda source: MagicMock(kernels=(f"{source.stem}_kernel", "add_bf16")))
     monkeypatch.setitem(__import__("sys").modules, "cupy", SimpleNamespace())
     return made

@@ -256,7 +256,7 @@ def test_what_is_worse_than_recorded_is_named() -> None:
 
 
 def test_without_gpu_program_is_compiled_and_only_a_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_has_gpu", lambda: False)
+    monkeypatch.setattr(loader, "has_gpu", lambda: False)
     program = Program(sources()[0], "sm_80")
     call = calls.add(calls.BF16, 1, 8, 0, 0)
     with pytest.raises(CudaError, match="no GPU to launch add_bf16 on"):
@@ -287,7 +287,7 @@ def test_launch_passes_struct_and_stream_and_reserves_shared_memory(monkeypatch:
     driver = SimpleNamespace(
         funcSetAttribute=lambda *values: asked.append(values), funcGetAttribute=lambda which, function: 1000 * which
     )
-    monkeypatch.setattr(loader, "_has_gpu", lambda: True)
+    monkeypatch.setattr(loader, "has_gpu", lambda: True)
     monkeypatch.setattr(cupy.cuda, "function", SimpleNamespace(Module=Module))
     monkeypatch.setattr(cupy.cuda, "driver", driver)
     monkeypatch.setattr(cupy.cuda, "device", SimpleNamespace(get_device_id=lambda: 3))

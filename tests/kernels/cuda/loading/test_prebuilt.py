@@ -35,7 +35,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(loader, "SOURCES", folder)
     monkeypatch.setattr(loader, "PREBUILT", tmp_path / "lib")
     monkeypatch.setattr(loader, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(loader, "_has_gpu", lambda: False)
+    monkeypatch.setattr(loader, "has_gpu", lambda: False)
     return folder
 
 

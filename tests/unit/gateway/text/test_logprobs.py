@@ -253,20 +253,6 @@ def test_requested_logprobs_and_choices_are_those_of_the_body(check: Any, body: 
     assert check(body) == wanted
 
 
-@pytest.mark.parametrize(
-    ("check", "body", "param"),
-    [
-        (requested_logprobs, chat(top_logprobs=3), "top_logprobs"),
-        (requested_choices, completion(n=3, best_of=2), "best_of"),
-        (requested_choices, completion(best_of=2, stream=True), "best_of"),
-    ],
-)
-def test_logprobs_and_best_of_that_cannot_be_are_refused(check: Any, body: Any, param: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        check(body)
-    assert (refused.value.status, refused.value.param) == (400, param)
-
-
 def test_logprobs_too_large_for_redis_are_refused_with_figures() -> None:
     check_records(100, 4000, 21)
     check_records(128, 32768, 1)

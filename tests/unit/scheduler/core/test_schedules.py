@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import numpy as np
 import pytest
 
+from services.scheduler.core.policy.presets import PRESETS
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.sequence import PINNED_AFTER
 from services.scheduler.core.types import Finish, Limits
@@ -49,19 +52,6 @@ def test_orca_runs_prompts_whole_unless_no_step_holds_them() -> None:
 
 
 # -- sarathi
-
-
-def test_sarathi_fills_the_budget_with_decodes_first_then_chunks() -> None:
-    """Budget 8: B = n_decode + n_prefill at every step while the long prompt lasts."""
-    h = house("sarathi", step_tokens=8)
-    h.add_all(("a", 4, 6), ("b", 20, 3), seed=1)
-    assert h.step() == {"a": (0, 4), "b": (0, 4)}
-    assert h.step() == {"a": (4, 1), "b": (4, 7)}
-    assert h.step() == {"a": (5, 1), "b": (11, 7)}
-    assert h.step() == {"a": (6, 1), "b": (18, 2)}
-    assert h.step() == {"a": (7, 1), "b": (20, 1)}
-    assert h.step() == {"a": (8, 1), "b": (21, 1)}
-    assert h.core.idle
 
 
 def test_sarathi_preempts_the_newest_and_it_keeps_its_place() -> None:
@@ -226,3 +216,39 @@ def test_a_running_prompt_goes_first_without_an_order_that_says_else() -> None:
     h.step()
     h.add_all(("short", 4, 2), seed=1)
     assert h.step() == {"long": (16, 16)}
+
+
+STEP, SLOTS = 100, 6
+LIMITS = Limits(
+    slots=SLOTS, blocks=SLOTS, block_size=STEP + 1, max_model_len=STEP + 1, max_step_tokens=STEP, whole_prompts=True
+)
+
+
+@pytest.mark.parametrize(("policy", "step_tokens"), zip(PRESETS, cycle([0, 7]), strict=False))
+def test_every_prompt_is_one_chunk_of_a_step_that_holds_it(policy: str, step_tokens: int) -> None:
+    house = House(Scheduler(policy, lookahead=1, step_tokens=step_tokens, prefix_cache=True), LIMITS)
+    sizes = {f"r{index}": int(size) for index, size in enumerate(np.random.default_rng(5).integers(1, STEP + 1, 40))}
+    for seed, (name, size) in enumerate(sizes.items()):
+        house.add_all((name, size, 1), seed=seed % 3, priority=seed % 4)  # some begin alike
+    computed: dict[str, tuple[int, int]] = {}
+    for _ in range(200):
+        if len(computed) == len(sizes):
+            break
+        if (step := house.plan()) is None:
+            house.now += 10_000_000
+        else:
+            chunks = house.chunks(step)
+            assert sum(length for _, length in chunks.values()) <= STEP
+            assert not computed.keys() & chunks.keys(), "each once"
+            computed |= chunks
+            house.answer()
+        house.core.check()
+    assert computed == {name: (0, size) for name, size in sizes.items()}
+    assert house.core.stats()["prefix_hit_tokens"] == 0
+
+
+def test_prompts_that_fit_share_a_step() -> None:
+    house = House(Scheduler("orca", lookahead=0), LIMITS)
+    house.add_all(("a", 60, 1), ("b", 50, 1), ("c", 30, 1))
+    assert house.step() == {"a": (0, 60)}, "b does not fit beside it"
+    assert house.step() == {"b": (0, 50), "c": (0, 30)}

@@ -75,25 +75,6 @@ def test_reserving_policies_stop_at_the_first_misfit_and_never_preempt(policy: s
     assert h.core.stats()["preemptions"] == 0
 
 
-def test_tgi_prefills_newcomers_whole_beside_those_that_decode() -> None:
-    h = house("tgi", context=3000, blocks=10_000, step_max=8192)
-    h.add_all(("a", 2000, 3), ("b", 2096, 3), ("c", 2999, 1))
-    assert h.step() == {"a": (0, 2000), "b": (0, 2096)}
-    assert h.step() == {"a": (2000, 1), "b": (2096, 1), "c": (0, 2999)}
-    assert h.step() == {"a": (2001, 1), "b": (2097, 1)}
-    assert h.core.idle
-
-
-def test_trt_chunks_contexts_by_64_after_the_decodes() -> None:
-    h = house("trt-no-evict", step_tokens=130)
-    h.add_all(("a", 40, 4), ("b", 200, 2))
-    assert h.step() == {"a": (0, 40), "b": (0, 64)}
-    assert h.step() == {"a": (40, 1), "b": (64, 128)}
-    assert h.step() == {"a": (41, 1), "b": (192, 8)}
-    assert h.step() == {"a": (42, 1), "b": (200, 1)}
-    assert h.core.idle
-
-
 # -- memory by need
 
 
@@ -154,13 +135,37 @@ def test_vllms_swapped_stand_before_all_that_wait(policy: str, steps: list[str])
 # -- chunks
 
 
-def test_fastgen_fills_every_pass_to_768_tokens() -> None:
-    h = house("fastgen", context=1000)
-    h.add_all(("a", 300, 4), ("b", 500, 3), ("c", 900, 2))
-    assert h.step() == {"a": (0, 300), "b": (0, 468)}
-    assert h.step() == {"a": (300, 1), "b": (468, 32), "c": (0, 735)}
-    assert h.step() == {"a": (301, 1), "b": (500, 1), "c": (735, 165)}
-    assert h.step() == {"a": (302, 1), "b": (501, 1), "c": (900, 1)}
+SCHEDULES: dict[str, tuple[str, dict[str, int], list[tuple[str, int, int]], list[dict[str, tuple[int, int]]]]] = {
+    "tgi prefills newcomers whole beside those that decode": (
+        "tgi", {"context": 3000, "blocks": 10_000, "step_max": 8192}, [("a", 2000, 3), ("b", 2096, 3), ("c", 2999, 1)],
+        [{"a": (0, 2000), "b": (0, 2096)}, {"a": (2000, 1), "b": (2096, 1), "c": (0, 2999)},
+         {"a": (2001, 1), "b": (2097, 1)}],
+    ),
+    "trt chunks contexts by 64 after the decodes": (
+        "trt-no-evict", {"step_tokens": 130}, [("a", 40, 4), ("b", 200, 2)],
+        [{"a": (0, 40), "b": (0, 64)}, {"a": (40, 1), "b": (64, 128)}, {"a": (41, 1), "b": (192, 8)},
+         {"a": (42, 1), "b": (200, 1)}],
+    ),
+    "fastgen fills every pass to 768 tokens": (
+        "fastgen", {"context": 1000}, [("a", 300, 4), ("b", 500, 3), ("c", 900, 2)],
+        [{"a": (0, 300), "b": (0, 468)}, {"a": (300, 1), "b": (468, 32), "c": (0, 735)},
+         {"a": (301, 1), "b": (500, 1), "c": (735, 165)}, {"a": (302, 1), "b": (501, 1), "c": (900, 1)}],
+    ),
+    "sarathi fills the budget of 8 with decodes first, then chunks": (
+        "sarathi", {"step_tokens": 8}, [("a", 4, 6), ("b", 20, 3)],
+        [{"a": (0, 4), "b": (0, 4)}, {"a": (4, 1), "b": (4, 7)}, {"a": (5, 1), "b": (11, 7)},
+         {"a": (6, 1), "b": (18, 2)}, {"a": (7, 1), "b": (20, 1)}, {"a": (8, 1), "b": (21, 1)}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "limits", "requests", "steps"), SCHEDULES.values(), ids=SCHEDULES)
+def test_schedule_is_that_computed_by_hand(
+    policy: str, limits: dict[str, int], requests: list[tuple[str, int, int]], steps: list[dict[str, tuple[int, int]]]
+) -> None:
+    h = house(policy, **limits)
+    h.add_all(*requests, seed=1)
+    assert [h.step() for _ in steps] == steps
     assert h.core.idle
 
 
