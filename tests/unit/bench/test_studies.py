@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from bench.gpu import table
 from bench.studies import forced
 from bench.studies.acceptance import interval
 from bench.studies.fairness import GOAL, OTHERS, SATURATION_RPS, arrivals, p99, run, served
@@ -21,7 +19,6 @@ from bench.studies.policies.claims import claims
 from bench.studies.policies.runs import LOADS
 from bench.studies.speculation import texts
 from bench.studies.step_time import Prediction, figures
-from kernels.cuda import residency
 from services.scheduler.core.policy.presets import PRESETS
 from services.simulator.device.roofline import Roofline
 from services.simulator.workload.arrivals import CHAT, TRACES
@@ -81,36 +78,6 @@ def test_first_answers_of_a_schema_take_fewer_steps_with_forced_drafts(monkeypat
     assert plain.rows == plain.tokens, "something was found in the first answers"
     assert 2 * drafted.right > drafted.drafted > 0
     assert 4 * drafted.rows < 3 * plain.rows
-
-
-NORM_CASE = {"name": "norm 5, bfloat16", "right": True}
-NORM_ROW = {"op": "norm", "shape": "4096 x 4096", "us": 35.43, "floor_us": 27.5}
-GPU_RESULT: dict[str, Any] = {
-    "parts": {
-        "probes": {"peaks": {"copy_gb_s": 1000.0}},
-        "rows": {"rows": [NORM_ROW | {"shape": "64 x 4096", "us": 1.0}, NORM_ROW]},
-        "checks": {"checks": [NORM_CASE, NORM_CASE | {"right": False}, NORM_CASE | {"name": "add_norm 5, bfloat16"}]},
-    }
-}
-
-
-def cells(kernel: str, result: dict[str, Any] | None) -> list[str]:
-    row = next(row for row in table.rows(result) if row.startswith(f"| `{kernel}` |"))
-    return [cell.strip() for cell in row.strip("| ").split("|")]
-
-
-def test_table_has_every_kernel_once() -> None:
-    names = sorted(kernel.block.name for kernel in table.kernels())
-    assert names == sorted(name for name in residency.recorded()["sm_90"] if "_f16" not in name)
-
-
-def test_times_and_cases_are_those_of_the_result() -> None:
-    assert cells("rms_norm", GPU_RESULT)[-4:] == [
-        "4096 x 4096",
-        "27.5",
-        "35.4",
-        "emulator, PTX, races, H100 (1 of 2 cases)",
-    ]
 
 
 POLICIES = json.loads(policies.RESULT.read_text())
