@@ -122,7 +122,9 @@ def measure(server: Server, streams: Sequence[int], rounds: int) -> Row:
     try:
         with ExitStack() as stack:
             plain, drafting = (
-                stack.enter_context(Running(with_words(server, words), model.QUOTING, logs / f"guesses-{at}.log"))
+                stack.enter_context(
+                    Running(with_words(server, words), model.QUOTING, logs / f"guesses {server.name} {at}.log")
+                )
                 for at, words in enumerate((WITHOUT.get(server.name, ()), DRAFTS[server.name]))
             )
             for running in (plain, drafting):

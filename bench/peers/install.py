@@ -122,6 +122,8 @@ def fingerprint(recipe: Recipe) -> str:
     made_of += [fingerprint(RECIPES[name]) for name in recipe.after]
     if recipe.model:
         made_of += [model.SHAPES[recipe.model], model.vocabulary(), model.prompt(128, 0)]
+        if recipe.model == model.QUOTING:
+            made_of += [model.SEED, model.SHARPNESS]
         made_of += [GGUF_KINDS, OPENVINO_WIDTHS]
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:12]
 

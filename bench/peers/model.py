@@ -109,9 +109,10 @@ def make(folder: Path) -> None:
     with torch.no_grad():
         if folder.name == QUOTING:
             _let_quote(model)
-        for parameter in model.parameters() if folder.name != QUOTING else ():
-            if parameter.dim() == 2:
-                parameter *= 2.0  # else the logits of random weights are so close that rounding decides the argmax
+        else:
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    parameter *= 2.0  # else the logits of random weights are so close that rounding decides the argmax
     model.save_pretrained(folder)
     _write_tokenizer(folder)
     _write_reference(folder, model)

@@ -97,8 +97,11 @@ def _in_sass(jobs: Sequence[tuple[Path, str]], made: Sequence[Cubin]) -> list[st
     tool = cubin.disassembler()
     if tool is None:
         return []
-    with ThreadPoolExecutor(2) as pool:
-        counts = pool.map(lambda one: cubin.local_accesses(cubin.sass_of(one.image, tool)), made)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            counts = list(pool.map(lambda one: cubin.local_accesses(cubin.sass_of(one.image, tool)), made))
+    except ValueError as error:
+        raise CudaError(str(error)) from error
     return [
         f"{path.name}, {arch}: {kernel} has {count} loads and stores of local memory in its SASS"
         for (path, arch), of_kernels in zip(jobs, counts, strict=True)

@@ -66,11 +66,20 @@ def disassembler() -> str | None:
 
 
 def sass_of(image: bytes, tool: str) -> str:
-    """Return the machine's instructions. tool: as of `disassembler`. Raise CalledProcessError for what is no cubin."""
+    """Return the machine's instructions. tool: as of `disassembler`.
+
+    Raise ValueError for what it cannot read: no cubin, or one for a newer architecture.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(image)
         file.flush()
-        return subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True).stdout
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ValueError(
+            f"{tool}: {said}; install the wheel nvidia-cuda-nvdisasm, which knows all of these architectures"
+        )
+    return done.stdout
 
 
 def local_accesses(sass: str) -> dict[str, int]:

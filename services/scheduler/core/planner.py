@@ -77,6 +77,7 @@ class Planner:
         self._decodes(step, now_ns, out)
         if isinstance(state.policy.batch, Pooled):
             self._pool(step, state.policy.batch, now_ns, out)
+            self._drafts(step, max_tokens)
             return step
         rows, passed = self._prompts(step), NO_ROWS
         if rows.size and (head := self._admission.head(step)) is not None:
@@ -84,6 +85,7 @@ class Planner:
             rows, passed = rows[~behind], rows[behind]
         self._chunks(step, rows)
         self._admit(step, passed, out)
+        self._drafts(step, max_tokens)
         return step
 
     def _decodes(self, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
@@ -107,23 +109,16 @@ class Planner:
             decodes = table.mask(rows)
             edge, reserved = step.missing_blocks(decodes)
         step.decode(decodes, rows, edge, reserved)
-        replica = step.replica
-        if replica.speculation.possible and not replica.inflight_of.get(step.microbatch):
-            if self._prompts_go_first(replica):
-                return
-            left = min(step.tokens_left, replica.limits.max_step_tokens - rows.size)
-            drafts = replica.speculation.drafts(rows, left, replica.available, step.context)
-            if drafts is not None:
-                step.speculate(drafts)
 
-    def _prompts_go_first(self, replica: Replica) -> bool:
-        """Return whether prompts take what limits of the time between tokens leave of a step, and drafts nothing."""
-        table, state = replica.table, self._state
-        if not table.limited:
-            return False
-        if len(state.waiting) and table.count < state.max_running(replica):
-            return True
-        return bool((table.phase[: table.high] == PREFILLING).any())
+    def _drafts(self, step: StepBuilder, max_tokens: int) -> None:
+        """Add drafts behind the decodes, in what prompts leave of the step."""
+        replica, rows = step.replica, step.decodes
+        if not rows.size or not replica.speculation.possible or replica.inflight_of.get(step.microbatch):
+            return
+        left, prompts = max_tokens - rows.size - step.prefill_tokens, step.prefill_tokens
+        drafts = replica.speculation.drafts(rows, left, replica.available, step.context, prompts)
+        if drafts is not None:
+            step.speculate(drafts)
 
     def _limit_low(self, step: StepBuilder, rows: Rows, decodes: Bool) -> tuple[Rows, Bool]:
         """Return the decodes, [n] rows and [high] mask, without those of class low that the policy lets wait.
@@ -146,9 +141,9 @@ class Planner:
             return False
         if any(step.drafts is not None and step.microbatch == microbatch for step in replica.inflight.values()):
             return True
-        if self._prompts_go_first(replica):
-            return False
         table, high = replica.table, replica.table.high
+        if table.limited and (table.phase[:high] == PREFILLING).any():
+            return False  # prompts take what the limits leave
         decoding = (table.phase[:high] == DECODING) & (table.known[:high] < table.limit[:high])
         if replica.microbatches > 1:
             decoding &= (table.unanswered[:high] == 0) | (table.microbatch[:high] == microbatch)

@@ -517,7 +517,10 @@ class Scheduler:
         """Take a sequence out of its slot or the waiting queue, to end it. Its unanswered results will be dropped."""
         before, sequence.state = sequence.state, State.ENDED
         if before is State.RUNNING:
-            self.replicas[sequence.replica].release(sequence.slot)
+            replica = self.replicas[sequence.replica]
+            if replica.speculation.possible:
+                replica.speculation.ended(sequence.slot)
+            replica.release(sequence.slot)
         elif before is State.WAITING:
             self.waiting.drop(sequence)
         self._evict(sequence)

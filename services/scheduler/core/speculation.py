@@ -42,10 +42,11 @@ INITIAL_SHARE = 0.7  # share of drafts that is taken to be right before any of a
 FORCED_SHARE = 0.95  # the same of forced ones: their text may come in other tokens
 DELAY_RATE = 0.05  # weight of a step in what passes beside steps
 SHARE_RATE = 0.25  # weight of a step in a row's share
-TENANT_RATE = 0.1  # weight of an ended row's share in its tenant's
+TENANT_RATE = 0.1  # weight of an ended request's share in its tenant's
+MAX_SHARES = 4096  # tenants of which a share is kept: those that were served last
 MIN_SHARE, MAX_SHARE = 0.01, 0.98  # no share is taken to be less, or more
 RECOVERY_RATE = 0.01  # a row that does without forced drafts: their share moves back to FORCED_SHARE by so much a step
-WATCH = 16  # looks for drafts, after which rows that are trusted too little for one are compared and searched for
+WATCH = np.array([4, 4, 16])  # looks for drafts from one look at a row that is trusted too little to the next
 MAX_PAUSE = 16  # tokens that a row without a match gets at most before the next search
 
 _DRAFTS: npt.NDArray[np.float64] = np.arange(1.0, MAX_ROW_DRAFTS + 1)  # of a row
@@ -73,7 +74,7 @@ class History:
         self._tokens = room_for_texts(MAX_TENANTS, TENANT_TOKENS)
         self._sizes: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)
         self._indexed: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)  # of these tokens, those in the index
-        self._share: npt.NDArray[np.float64] = np.full(MAX_TENANTS, INITIAL_SHARE)  # of drafts that were right
+        self._shares: OrderedDict[str, float] = OrderedDict()  # tenant -> of drafts that were right
         self._index = NgramIndex(self._tokens, MAX_TENANTS, TENANT_TOKENS)
         self._texts: OrderedDict[str, int] = OrderedDict()  # tenant -> number of its text
 
@@ -93,13 +94,15 @@ class History:
 
     def share(self, tenant: str) -> float:
         """Return the share of a tenant's drafts that is taken to be right before any of a sequence was tried."""
-        text = self.text(tenant)
-        return INITIAL_SHARE if text < 0 else float(self._share[text])
+        return self._shares.get(tenant, INITIAL_SHARE)
 
-    def learn(self, tenant: str, share: float) -> None:
-        """Learn the share of drafts that was right in a sequence that has ended."""
-        text = self._served(tenant)
-        self._share[text] += TENANT_RATE * (share - self._share[text])
+    def learn(self, tenant: str, share: float, rate: float) -> None:
+        """Learn the share of drafts that was right in a sequence that has ended. rate: its weight."""
+        before = self.share(tenant)
+        self._shares[tenant] = before + rate * (share - before)
+        self._shares.move_to_end(tenant)
+        if len(self._shares) > MAX_SHARES:
+            self._shares.popitem(last=False)
 
     def add(self, request: NewRequest, output: Int32) -> None:
         """Keep an output that has ended, its first tokens if it is long, for others of its tenant.
@@ -108,7 +111,14 @@ class History:
         """
         if output.size <= MIN_MATCH or not request.speculate:
             return
-        text = self._served(request.tenant)
+        text = self._texts.get(request.tenant)
+        if text is None:
+            text = len(self._texts)
+            if text == MAX_TENANTS:
+                text = self._texts.popitem(last=False)[1]
+                self._forget(text)
+            self._texts[request.tenant] = text
+        self._texts.move_to_end(request.tenant)
         half, first, size = TENANT_TOKENS // 2, MARGIN + text * TENANT_TOKENS, int(self._sizes[text])
         output = output[: half - 1]
         if size + output.size >= TENANT_TOKENS:
@@ -131,18 +141,6 @@ class History:
     def follow(self, found: Places) -> tuple[Int32, Float32, Rows]:
         """Return what followed there; see NgramIndex.follow."""
         return self._index.follow(found, self._sizes[found.texts], repeats=False)
-
-    def _served(self, tenant: str) -> int:
-        """Return the number of a tenant's text, now the last one to be given up; begin it where there is none."""
-        text = self._texts.get(tenant)
-        if text is None:
-            text = len(self._texts)
-            if text == MAX_TENANTS:
-                text = self._texts.popitem(last=False)[1]
-                self._forget(text)
-            self._texts[tenant], self._share[text] = text, INITIAL_SHARE
-        self._texts.move_to_end(tenant)
-        return text
 
     def _forget(self, text: int) -> None:
         self._index.clear(np.array([text]))
@@ -213,7 +211,9 @@ class Speculation:
         self._ahead_ns = AHEAD_NS
         self._answered_ns = 0  # when the last step was answered
         self._waited: Rows = NO_ROWS  # that a step was put off for
-        self._unwatched = 0  # looks for drafts without those rows that are trusted too little
+        self._looks = 0
+        self._watches: npt.NDArray[np.int64] = np.zeros(slots, np.int64)  # of a row that is trusted too little
+        self._watch_at: npt.NDArray[np.int64] = np.zeros(slots, np.int64)  # the look from which on the next one is due
         self._patience = 0  # looks of worth_waiting that are left out
         self._failures = 0
 
@@ -222,9 +222,9 @@ class Speculation:
         """Return whether steps of this replica may have drafts."""
         return self._limits.max_drafts > 0
 
-    def drafts(self, rows: Rows, tokens_left: int, blocks_left: int, context: int) -> Drafts | None:
+    def drafts(self, rows: Rows, tokens_left: int, blocks_left: int, context: int, prompts: int = 0) -> Drafts | None:
         """Return drafts for a step of `rows`, their own tokens planned; see propose()."""
-        found = self.propose(rows, tokens_left, blocks_left, context)
+        found = self.propose(rows, tokens_left, blocks_left, context, prompts=prompts)
         if self._waited.size:
             wrong = self._waited if found is None else np.setdiff1d(self._waited, found.rows)
             self._share[wrong] *= 1 - SHARE_RATE  # their first draft was, or they have ended
@@ -234,12 +234,13 @@ class Speculation:
         return found
 
     def propose(
-        self, rows: Rows, tokens_left: int, blocks_left: int, context: int, waiting: bool = False
+        self, rows: Rows, tokens_left: int, blocks_left: int, context: int, waiting: bool = False, prompts: int = 0
     ) -> Drafts | None:
         """Return drafts for some of `rows`, all that decode, or None where they would cost more than they give.
 
         tokens_left, blocks_left: what drafts may take beyond what the rows take without any. context: sum of the rows'
-        context lengths. A row that has a step unanswered is judged by the tokens applied so far.
+        context lengths. prompts: tokens of them in the step. A row that has a step unanswered is judged by the tokens
+        applied so far.
 
         waiting: the step would be put off until what is unanswered is answered. The answer brings the tokens that the
         first drafts guess, so these bring nothing; and the device stands still both before the step and behind it.
@@ -250,6 +251,7 @@ class Speculation:
         total, every = rows.size, table.rows(rows)
         if np.count_nonzero(new := self._seen[every] != table.generation[every]):
             self._begin(rows[new])
+        self._looks += 1
         due = self._next[every] <= table.applied[every]
         may = (self._size[every] > self._at[every]) | due
         may &= self._willing[every]
@@ -258,7 +260,7 @@ class Speculation:
         step_ns = model.predict(rows.size, context)
         draft_ns = (model.predict(rows.size + 8, context) - step_ns) / 8 + model.c3 * context / rows.size
         least = self._least(rows.size, step_ns, draft_ns)
-        room = min(tokens_left, self._limits.max_drafts, self._affordable(rows, context))
+        room = min(tokens_left, self._limits.max_drafts, self._affordable(rows, context) - prompts)
         if least >= 1.0 or room < 1:
             return None
         left = table.limit[every] - table.known[every]
@@ -266,7 +268,7 @@ class Speculation:
         share = self._first_share(rows)
         timid = may & (share < least)
         if np.count_nonzero(timid):
-            self._watch(rows[timid])
+            self._watch(rows, timid, every)
             may &= ~timid
         which = may.nonzero()[0]
         if not which.size:
@@ -344,10 +346,16 @@ class Speculation:
         self._history.accepted += int(right.sum())
 
     def ended(self, row: int) -> None:
-        """Let the next sequences of its tenant begin with what a row has learned that is released now."""
+        """Let the next requests of its tenant begin with what a row has learned that is released now.
+
+        Those with a prediction by the client are no measure of the others.
+        """
         table = self._table
-        if self._willing[row] and self._seen[row] == table.generation[row]:
-            self._history.learn(table.request[row].tenant, float(self._share[row]))
+        if not self._willing[row] or self._predicted[row] or self._seen[row] != table.generation[row]:
+            return
+        self._advance(np.array([row]))
+        request: NewRequest = table.request[row]
+        self._history.learn(request.tenant, float(self._share[row]), TENANT_RATE / (request.n * len(request.prompts)))
 
     def force(self, rows: Rows, counts: Int32, tokens: Int32) -> None:
         """Take counts[i] tokens, those of one row after another, as what comes behind the applied ones of rows[i].
@@ -392,16 +400,21 @@ class Speculation:
         """Trust forced drafts of rows a little more, as they are not compared while the row does without them."""
         self._forced_share[rows] += RECOVERY_RATE * (FORCED_SHARE - self._forced_share[rows])
 
-    def _watch(self, rows: Rows) -> None:
-        """Learn now and then from rows that are trusted too little for a draft whether they can be trusted more."""
+    def _watch(self, rows: Rows, timid: npt.NDArray[np.bool_], every: Rows | slice) -> None:
+        """Compare rows that are trusted too little for a draft, [k] mask, with what they would have guessed, and guess.
+
+        A row is due at once, soon again for short outputs, and then at looks that many rows share.
+        """
         if self._has_forced:
-            forced = rows[self._forced[rows] > self._at[rows]]
+            forced = rows[timid & (self._forced[every] > self._at[every])]
             self._size[forced] = self._at[forced] = self._forced[forced] = 0
             self._trust_forced(forced)
-        self._unwatched += 1
-        if self._unwatched < WATCH:
+        rows = rows[timid & (self._watch_at[every] <= self._looks)]
+        if not rows.size:
             return
-        self._unwatched = 0
+        pause = WATCH[np.minimum(self._watches[rows], WATCH.size - 1)]
+        self._watch_at[rows] = (self._looks // pause + 1) * pause
+        self._watches[rows] += 1
         self._advance(rows)
         rows = rows[(self._size[rows] <= self._at[rows]) & (self._next[rows] <= self._table.applied[rows])]
         if rows.size:
@@ -444,7 +457,7 @@ class Speculation:
     def _begin(self, rows: Rows) -> None:
         """Take other sequences as those of these rows."""
         table = self._table
-        self._misses[rows] = self._next[rows] = 0
+        self._misses[rows] = self._next[rows] = self._watches[rows] = self._watch_at[rows] = 0
         self._at[rows] = self._size[rows] = self._forced[rows] = self._checked[rows] = 0
         self._forced_share[rows] = FORCED_SHARE
         self._seen[rows] = table.generation[rows]
@@ -453,7 +466,7 @@ class Speculation:
             request: NewRequest = table.request[row]
             willing = request.speculate and (not request.has_grammar or self._limits.masks_behind_drafts)
             self._willing[row], self._predicted[row] = willing, request.prediction.size > 0
-            self._share[row] = self._history.share(request.tenant)
+            self._share[row] = INITIAL_SHARE if self._predicted[row] else self._history.share(request.tenant)
             if willing and request.prediction.size:
                 if self._predictions is None:
                     self._predictions = Predictions(table)

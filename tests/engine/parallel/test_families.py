@@ -33,6 +33,7 @@ from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.compiler import needs_compiler
 
 TOKENS = 10
+WAIT_S = 300  # while the other stage compiles its emulated kernels
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"kind": "mistral", "sliding_window": 13},
     "qwen2": {"kind": "qwen2"},
@@ -194,9 +195,9 @@ class Stage(ParallelState):
 
     def everyones(self, mine: Any) -> list[Any]:
         self.said[self.rank] = mine
-        self.between.wait(20)
+        self.between.wait(WAIT_S)
         found = [self.said[0], self.said[1]]
-        self.between.wait(20)
+        self.between.wait(WAIT_S)
         return found
 
     def texts(self, text: str) -> list[str]:
@@ -209,7 +210,7 @@ class Stage(ParallelState):
         self.passed.put(x.clone())
 
     def receive_rows(self, x: Tensor) -> None:
-        sent = self.passed.get(timeout=20)
+        sent = self.passed.get(timeout=WAIT_S)
         assert sent.shape == x.shape
         x.copy_(sent)
 

@@ -240,6 +240,12 @@ def test_local_memory_is_seen_in_the_cubin_itself(empty: list[str], tmp_path: Pa
     assert any("loads and stores of local memory in its SASS" in line for line in check.measure([source])[1])
 
 
+@pytest.mark.skipif(cubin.disassembler() is None, reason="nvdisasm is not installed")
+def test_disassembler_that_cannot_read_a_cubin_is_named_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"nvdisasm: .*; install the wheel nvidia-cuda-nvdisasm"):
+        cubin.sass_of(b"no cubin", cubin.disassembler() or "")
+
+
 def test_recorded_kernels_had_their_sass_read() -> None:
     assert json.loads(check.RECORDED.read_text())["sass_read"], "record again where nvdisasm is installed"
 
