@@ -27,7 +27,6 @@ import orjson
 from bench.peers import install, model
 from bench.peers.client import TIMEOUT_S, comparable, connected
 from bench.peers.process import Running, StartError
-from bench.peers.run import new_row
 from bench.peers.servers import SERVERS, Command, Server, request
 from bench.result import RESULTS, provenance, write
 from bench.studies.speculation.__main__ import median_interval
@@ -40,9 +39,11 @@ DRAFTS = {
         "--speculative-config",
         json.dumps({"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3, "prompt_lookup_max": 8}),
     ),
-    "llama.cpp F32": ("--spec-type", "ngram-simple"),
-}
-"""Words that turn each server's drafts on; ours are on by default."""
+    "llama.cpp F32": (
+        "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "16",
+    ),
+}  # fmt: skip
+"""Words that turn each server's drafts on, behind any three tokens that came before; ours are on by default."""
 WITHOUT = {"orcinus float32": ("--speculate", "off")}
 Row = dict[str, Any]
 
@@ -116,7 +117,7 @@ async def compare(plain: Running, drafting: Running, streams: int, rounds: int) 
 
 def measure(server: Server, streams: Sequence[int], rounds: int) -> Row:
     """Start a server twice and compare; a failure is kept as `error`."""
-    row: Row = {**new_row(server, model.QUOTING), "drafts": " ".join(DRAFTS[server.name]), "rows": []}
+    row: Row = {"name": server.name, "drafts": " ".join(DRAFTS[server.name]), "rows": [], "error": ""}
     logs = install.HOME / "logs"
     logs.mkdir(exist_ok=True)
     try:

@@ -4,8 +4,10 @@
 
 By hand, on an idle machine. A stack of its own runs the model, but each token drawn is that of a recorded text
 (`texts.py`), so that what is measured is the traffic of a good model. LIB: the standard library of two versions of
-Python. Each round takes two sets of texts that no round before had: without, with, with, without. Prompts and outputs
-are cut to --prompt and --output tokens. Writes bench/results/speculation.json; --name keeps several results.
+Python. Each round takes two sets of texts: without, with, with, without. Requests with drafts and those without come
+from two tenants, so neither finds prompts of the other in the cache. When the texts are used up they begin again, for
+two further tenants: those have no earlier output to guess from. Prompts and outputs are cut to --prompt and --output
+tokens. Writes bench/results/speculation.json; --name keeps several results.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,7 @@ BOUND: dict[str, Any] = {"response_format": FORMAT}
 """Fields of requests without a grammar, and with one."""
 HOOK = Path(__file__).parent / "hook"
 SETS = {1: 3, 8: 10, 32: 34}  # texts of a set, by streams
+TENANTS = 512  # two for each time that the texts of a kind begin again
 
 
 def pairs(kind: str, options: argparse.Namespace) -> Iterator[texts.Pair]:
@@ -72,13 +77,14 @@ def recorded(options: argparse.Namespace) -> tuple[list[list[int]], dict[str, li
 class Stack:
     """`orcinus up` with the sampler of recorded texts; it ends with the block."""
 
-    def __init__(self, model: Path, file: Path, folder: Path) -> None:
+    def __init__(self, model: Path, file: Path, keys: Path, folder: Path) -> None:
         port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{port}"
         path = os.pathsep.join(filter(None, [str(HOOK), str(ROOT), os.environ.get("PYTHONPATH")]))
         env = {**os.environ, "PYTHONPATH": path, "RECORDED_TEXTS": str(file)}
         command = [sys.executable, "-m", "services.cli", "up", "--stop-with-parent", "--port", str(port)]
         command += ["--model", str(model), "--served-model-name", "study", "--run-dir", str(folder / "run")]
+        command += ["--api-key-file", str(keys)]
         self._log = (folder / "log").open("w")
         self._process = subprocess.Popen(command, env=env, stdout=self._log, stderr=subprocess.STDOUT, cwd=ROOT)
 
@@ -111,10 +117,18 @@ class Stack:
 class Load:
     """Sends texts and checks that each answer is its recorded output."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, ids: list[list[int]], fields: dict[str, Any]) -> None:
-        """fields: of each request, beside those of its text."""
-        self._session, self._url, self._ids, self._fields = session, url, ids, fields
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, keys: list[str], ids: list[list[int]], fields: dict[str, Any]
+    ) -> None:
+        """keys: of one tenant each, the last two in use. fields: of each request, beside those of its text."""
+        self._session, self._url, self._keys, self._ids, self._fields = session, url, keys, ids, fields
         self.accepted = self.rejected = 0
+
+    def begin_again(self) -> None:
+        """Go on with two other tenants. Raise SystemExit where there are none."""
+        del self._keys[-2:]
+        if not self._keys:
+            raise SystemExit(f"the texts began again {TENANTS // 2} times; lower --rounds")
 
     async def span(self, chosen: list[tuple[int, int]], streams: int, speculate: bool) -> float:
         """Return the tokens a second of a set of texts at so many at a time."""
@@ -123,7 +137,7 @@ class Load:
         return sum(tokens) / (time.monotonic() - begun)
 
     async def _stream(self, waiting: list[tuple[int, int]], speculate: bool) -> int:
-        tokens = 0
+        tokens, headers = 0, {"Authorization": f"Bearer {self._keys[-1 - speculate]}"}
         while waiting:
             number, prompt = waiting.pop()
             output = self._ids[number][prompt:]
@@ -131,7 +145,7 @@ class Load:
                 "model": "study", "prompt": self._ids[number][:prompt], "max_tokens": len(output), "seed": number + 1,
                 "temperature": 1.0, "return_token_ids": True, "speculate": speculate, **self._fields,
             }  # fmt: skip
-            async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
+            async with self._session.post(f"{self._url}/v1/completions", json=body, headers=headers) as answer:
                 found = await answer.json()
             if answer.status != 200 or found["choices"][0]["token_ids"] != output:
                 raise SystemExit(f"text {number}: the answer is not the recorded output: {str(found)[:500]}")
@@ -142,61 +156,73 @@ class Load:
         return tokens
 
 
-async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+async def measure(options: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Give `keep` the rows so far whenever one is done."""
     ids, chosen = recorded(options)
     rows = []
     with tempfile.TemporaryDirectory(prefix="speculation-") as scratch:
-        file = Path(scratch) / "texts.json"
+        file, key_file = Path(scratch) / "texts.json", Path(scratch) / "keys"
         file.write_text(json.dumps(ids))
-        stack = Stack(options.model, file, Path(scratch))
+        keys = [secrets.token_hex(16) for _ in range(TENANTS)]
+        key_file.write_text("\n".join(keys))
+        key_file.chmod(0o600)
+        stack = Stack(options.model, file, key_file, Path(scratch))
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
                 await stack.ready(session)
-                await Load(session, stack.url, ids, OPEN).span(
-                    chosen[options.kinds[-1]][-8:], 4, speculate=False
-                )  # warm
+                warm = Load(session, stack.url, keys, ids, OPEN)
+                await warm.span(chosen[options.kinds[-1]][-8:], 4, speculate=False)
                 for streams in options.streams:
                     for kind in options.kinds:
-                        load = Load(session, stack.url, ids, BOUND if kind == "schema" else OPEN)
-                        row = await compare(load, kind, streams, chosen[kind], options.rounds)
-                        if row is not None:
-                            rows.append(row)
-                            print(json.dumps(row), flush=True)
+                        warm.begin_again()
+                        load = Load(session, stack.url, keys, ids, BOUND if kind == "schema" else OPEN)
+                        rows.append(await compare(load, kind, streams, chosen[kind], options.rounds))
+                        print(json.dumps(rows[-1]), flush=True)
+                        keep(rows)
         finally:
             stack.stop()
-    return rows
 
 
-async def compare(
-    load: Load, kind: str, streams: int, chosen: list[tuple[int, int]], rounds: int
-) -> dict[str, Any] | None:
-    """Return ratios and speeds of one kind of text at so many streams; None where too few texts are left.
+async def compare(load: Load, kind: str, streams: int, chosen: list[tuple[int, int]], rounds: int) -> dict[str, Any]:
+    """Return ratios and speeds of one kind of text at so many streams.
 
-    Texts are taken from the end of `chosen`.
+    Raise SystemExit where there are too few texts for one round.
     """
-    size, ratios = SETS.get(streams, streams + 8), []
+    size, ratios, left = SETS.get(streams, streams + 8), [], list(chosen)
     speeds: tuple[list[float], list[float]] = ([], [])
+    if len(left) < 2 * size:
+        raise SystemExit(f"{kind}: {len(left)} texts found, a round of {streams} streams takes {2 * size}")
     for _ in range(rounds):
-        if len(chosen) < 2 * size:
-            break
-        first, second = (chosen[-size:], chosen[-2 * size : -size])
-        del chosen[-2 * size :]
+        if len(left) < 2 * size:
+            load.begin_again()
+            left = list(chosen)
+        first, second = left[-size:], left[-2 * size : -size]
+        del left[-2 * size :]
         plain, guessed = await load.span(first, streams, False), await load.span(first, streams, True)
         other = await load.span(second, streams, True), await load.span(second, streams, False)
         ratios.append((guessed + other[0]) / (plain + other[1]))
         speeds[0].append((plain + other[1]) / 2)
         speeds[1].append((guessed + other[0]) / 2)
-    if not ratios:
-        print(f"{kind}: {len(chosen)} texts are left, a round takes {2 * size}; lower --rounds", file=sys.stderr)
-        return None
-    low, median, high = np.percentile(ratios, [10, 50, 90])
+    low, high = median_interval(ratios)
     checked = load.accepted + load.rejected
     return {
-        "kind": kind, "streams": streams, "rounds": len(ratios), "ratio": round(float(median), 3),
-        "ratio_p10": round(float(low), 3), "ratio_p90": round(float(high), 3),
+        "kind": kind, "streams": streams, "rounds": rounds, "ratio": round(float(np.median(ratios)), 3),
+        "ratio_low": round(low, 3), "ratio_high": round(high, 3), "ratios": [round(ratio, 3) for ratio in ratios],
         "tok_s_without": round(float(np.median(speeds[0])), 1), "tok_s_with": round(float(np.median(speeds[1])), 1),
         "drafts": checked, "right": round(load.accepted / checked, 3) if checked else None,
     }  # fmt: skip
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Return the interval of the median with at least 95 % confidence, of any distribution: two of `values`.
+
+    All of them together where fewer than six do not allow that.
+    """
+    ordered, count = sorted(values), len(values)
+    # The median lies below the (i + 1)-th value where at most i of them are below it: a binomial with p = 1/2.
+    below = np.cumsum([comb(count, i) for i in range(count)]) / 2**count
+    skipped = max(int(np.searchsorted(below, 0.025, side="right")) - 1, 0)
+    return ordered[skipped], ordered[count - 1 - skipped]
 
 
 def main() -> int:
@@ -219,9 +245,13 @@ def main() -> int:
     command = ["python", "-m", "bench.studies.speculation", "--rounds", str(options.rounds)]
     command += ["--kinds", ",".join(options.kinds), "--streams", ",".join(map(str, options.streams))]
     facts = provenance(command + (["--model", model] if model else []), "torch", "numpy")
-    rows = asyncio.run(measure(options))
-    if options.name:
-        write(RESULTS / f"{options.name}.json", facts | {"model": options.model.name, "rows": rows}, rows_on_lines=True)
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if options.name:
+            result = facts | {"model": options.model.name, "rows": rows}
+            write(RESULTS / f"{options.name}.json", result, rows_on_lines=True)
+
+    asyncio.run(measure(options, keep))
     return 0
 
 
