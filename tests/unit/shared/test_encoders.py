@@ -117,8 +117,8 @@ def test_memory_of_a_long_text_goes_back(load: Load) -> None:
     loaded = load(True)
     process = psutil.Process(begun(loaded))
     before = process.memory_info().rss
-    loaded.encode("abc ab " * 130_000)
-    until("it is back", lambda: process.memory_info().rss < before + (32 << 20))
+    loaded.encode("abc ab " * 30_000)
+    until("it is back", lambda: process.memory_info().rss < before + (16 << 20))
     assert process.pid in loaded.encoders.pids()
 
 
@@ -170,7 +170,9 @@ def test_process_that_does_not_start_is_no_fault_of_the_text(load: Load, monkeyp
 
 
 def test_hung_process_is_given_up_by_the_time_of_its_text(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = load(True)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "PATIENCE", 10_000)
+        loaded = load(True)
     pid = begun(loaded)
     with stopped(pid), monkeypatch.context() as patched:
         patched.setattr(module, "SECONDS", 0.01)
