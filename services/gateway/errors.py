@@ -15,7 +15,7 @@ from starlette.types import Send
 
 from shared.errors import OrcinusError
 from shared.text.grammars import NOT_FOLLOWED
-from shared.text.tokenizer import TokenizerError
+from shared.text.tokenizer import EncodersError, TokenizerError
 
 TYPES = {
     400: "invalid_request_error",
@@ -105,7 +105,11 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
 
 
 def untokenizable(param: str, error: TokenizerError) -> ApiError:
-    """Return 400 for text or ids of one field that the model's tokenizer cannot turn into the other."""
+    """Return 400 for text or ids of one field that the model's tokenizer cannot turn into the other; 503 where it was
+    the machine that failed.
+    """
+    if isinstance(error, EncodersError):
+        return unavailable(f"{param} cannot be tokenized now: {error}; {RETRY}", "tokenizer_unavailable")
     return invalid(
         param,
         f"{param} cannot be tokenized by this model's tokenizer: {error}; send another text, or a shorter one",

@@ -29,7 +29,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 class JailError(Exception):
     """The process died over a question, or gave no answer in time; it is started again by the next one.
 
-    signal: that ended it; 0 where none did.
+    signal: that ended it; 0 where none did, as for an answer that is late or a process that could not be started.
     """
 
     def __init__(self, problem: str, signal: int = 0) -> None:
@@ -41,10 +41,12 @@ class Jail:
     """One process. Methods block and may be called by several threads; one at a time is served."""
 
     def __init__(self, module: str, first: bytes, timeout_s: float, answer_bytes: int) -> None:
-        """first: the frame that begins each new process. timeout_s: for one answer. answer_bytes: at most of one."""
+        """first: the frame that begins each new process. timeout_s: for one answer, unless the question has its own.
+        answer_bytes: at most of one.
+        """
         self._module = module
         self._first = first
-        self._timeout_us = round(1e6 * timeout_s)
+        self._timeout_s = timeout_s
         self._answer_bytes = answer_bytes
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,14 +67,16 @@ class Jail:
                 self._end()
                 raise JailError(f"did not start: {error}") from error
 
-    def ask(self, payload: bytes) -> bytes:
+    def ask(self, payload: bytes, timeout_s: float | None = None) -> bytes:
         """Return the answer to one question. Raise JailError."""
         with self._lock:
             try:
                 connection = self._connected()
+                if timeout_s is not None:
+                    _set_timeout(connection, timeout_s)
                 connection.send_bytes(payload)
                 return connection.recv_bytes(self._answer_bytes)
-            except EOFError as error:
+            except (EOFError, ConnectionError) as error:
                 self._end()
                 code = self._process.returncode if self._process is not None else 0
                 raise JailError("died", max(0, -code)) from error
@@ -97,9 +101,8 @@ class Jail:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module], stdin=theirs.fileno(), cwd=_ROOT, env={}
             )
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(self._timeout_us, 1_000_000)))
         self.connection = Connection(ours.detach())
+        _set_timeout(self.connection, self._timeout_s)
         self._end = weakref.finalize(self, _stop, self._process, self.connection)
         self.connection.send_bytes(self._first)
         return self.connection
@@ -166,6 +169,13 @@ def yield_to_others(all_sessions: bool) -> None:
             time.sleep(0.1)
         except OSError:  # none of that here
             return
+
+
+def _set_timeout(connection: Connection, timeout_s: float) -> None:
+    time_of = struct.pack("@ll", *divmod(round(1e6 * timeout_s), 1_000_000))
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, time_of)
 
 
 def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:

@@ -14,11 +14,12 @@ import contextlib
 import json
 import math
 import os
+import signal
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import LifoQueue
 from typing import TYPE_CHECKING, Any
 
 from shared.columns import unpack
@@ -60,13 +61,21 @@ QUICK_BYTES = 64 * 1024
 IN_PROCESS_BYTES = 64 * 1024
 """A text of so many normalized bytes is encoded in a thread of its process, in 20 ms at most; a longer one in a process
 apart, where what the text goes to and fro takes is not seen."""
-PROCESSES = min(4, os.cpu_count() or 1)
+PROCESSES = max(2, min(4, os.cpu_count() or 1))
+"""At work at once for one model, of which one takes texts of SHORT_BYTES at most."""
+SHORT_BYTES = 64 * 1024
+IDLE_S = 60.0
+"""After which a process ends."""
 MEMORY_BYTES = 1536 << 20
 """Of such a process, beside the tokenizer. 4 MiB of prose take 0.8 GiB."""
 SECONDS, SECONDS_OF_BYTE = 2.0, 5e-6
 """Of processor time. A byte of prose takes 0.4 us."""
 PATIENCE = 10
 """An answer may take so many times the processor time: the machine may be busy."""
+BOUNDS = (signal.SIGPROF, signal.SIGABRT)
+"""Signals of a process that met its bound of processor time, or of memory."""
+IDLE = struct.Struct("<d")
+"""Seconds without a question after which the process ends; 0: never. The checked JSON follows."""
 QUESTION = struct.Struct("<d??I")
 """Seconds, whether special tokens are added, whether there are two texts, bytes of the first. The texts follow."""
 FAR_END = "shared.text.tokenizer_process"
@@ -88,47 +97,104 @@ class TokenizerError(OrcinusError):
     """A text or ids that this tokenizer cannot turn into the other. The message is for the client."""
 
 
+class EncodersError(TokenizerError):
+    """The processes that encode failed, not the tokenizer; the same text may be sent again. The message is for the
+    client.
+    """
+
+
 class Encoders:
-    """Processes that encode texts of one tokenizer, at most PROCESSES. They are started when they are needed.
+    """Processes that encode texts of one tokenizer. They are started when they are needed, and end when they are idle.
 
     `encode` blocks and may be called by several threads.
     """
 
-    def __init__(self, source: str) -> None:
-        """source: the checked JSON of the tokenizer."""
-        first, timeout_s = source.encode(), PATIENCE * seconds_for(MOST_NORMALIZED_BYTES)
-        self._jails = [Jail(FAR_END, first, timeout_s, MOST_ANSWER_BYTES) for _ in range(PROCESSES)]
-        self._free: LifoQueue[Jail] = LifoQueue()  # the one that was used last is the next
-        for jail in self._jails:
-            self._free.put(jail)
+    def __init__(self, source: str, is_ready: bool, twin: Encoders | None = None) -> None:
+        """source: the checked JSON of the tokenizer. is_ready: short texts come here, too, and should not wait for the
+        start of a process. twin: of another tokenizer of the model; both together have PROCESSES at work.
+        """
+        self._is_ready = is_ready
+        self._all: threading.Semaphore = threading.Semaphore(PROCESSES) if twin is None else twin._all
+        self._long: threading.Semaphore = threading.Semaphore(PROCESSES - 1) if twin is None else twin._long
+        self._jails = [
+            Jail(
+                FAR_END,
+                IDLE.pack(0 if is_ready and at == 0 else IDLE_S) + source.encode(),
+                PATIENCE * seconds_for(len(source)),
+                MOST_ANSWER_BYTES,
+            )
+            for at in range(PROCESSES)
+        ]
+        self._busy = set[Jail]()
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def encode(self, first: str, second: str | None, add_special_tokens: bool) -> tuple[list[int], int]:
-        """Return as `encoded`. Raise TokenizerError, also where the text takes too much time or memory."""
+        """Return as `encoded`. Raise TokenizerError, also for a text beyond its time or memory; EncodersError."""
         texts = [text.encode("utf-8", "surrogatepass") for text in (first, second or "")]
-        seconds = seconds_for(sum(map(len, texts)))
+        size = sum(map(len, texts))
+        seconds = seconds_for(size)
         head = QUESTION.pack(seconds, add_special_tokens, second is not None, len(texts[0]))
-        jail = self._free.get()
         try:
-            answer = jail.ask(head + b"".join(texts))
+            with self._long if size > SHORT_BYTES else contextlib.nullcontext(), self._all:
+                answer = self._ask(head + b"".join(texts), PATIENCE * seconds)
         except JailError as error:
-            raise TokenizerError(
-                f"{sum(map(len, texts))} bytes take more than {seconds:.3g} s of processor time or "
-                f"{MEMORY_BYTES >> 20} MiB, or the process that encodes them {error}; send a shorter text"
-            ) from error
-        finally:
-            self._free.put(jail)
+            if error.signal in BOUNDS:
+                raise TokenizerError(
+                    f"{size} bytes take more than {seconds:.3g} s of processor time or {MEMORY_BYTES >> 20} MiB; "
+                    "send a shorter text"
+                ) from error
+            raise EncodersError(f"the process that encodes {size} bytes {error}") from error
         if answer[:1] != TAKEN:
             raise TokenizerError(answer[1:].decode("utf-8", "replace"))
         ids = unpack(answer[1:]).tolist()
         return ids[1:], ids[0]
+
+    def make_ready(self) -> None:
+        """Start a process in the background where short texts need one and none is free."""
+        with self._lock:
+            free = next((jail for jail in self._jails if jail not in self._busy), None)
+            if self._is_ready and not self._is_closed and free is not None and free.pid is None:
+                with contextlib.suppress(RuntimeError):  # no thread can be started; the next text starts the process
+                    threading.Thread(target=self._start, args=(free,), daemon=True).start()
 
     def pids(self) -> list[int]:
         """Return the pids of the processes that run."""
         return [pid for jail in self._jails if (pid := jail.pid) is not None]
 
     def close(self) -> None:
-        """End the processes; another call of `encode` starts one again."""
+        """End the processes, for good; texts that they work at fail."""
+        self._is_closed = True
         for jail in self._jails:
+            jail.close()
+
+    def _ask(self, question: bytes, timeout_s: float) -> bytes:
+        """Return the answer of a free process, of a second one where the system killed the first. Raise JailError."""
+        with self._lock:
+            free = [jail for jail in self._jails if jail not in self._busy]
+            jail = next((jail for jail in free if jail.pid is not None), free[0])
+            self._busy.add(jail)
+        self.make_ready()
+        try:
+            if self._is_closed:
+                raise JailError("was closed with its model")
+            try:
+                return jail.ask(question, timeout_s)
+            except JailError as error:
+                if error.signal != signal.SIGKILL or self._is_closed:
+                    raise
+            return jail.ask(question, timeout_s)
+        finally:
+            with self._lock:
+                self._busy.remove(jail)
+            if self._is_closed:
+                jail.close()
+            self.make_ready()
+
+    def _start(self, jail: Jail) -> None:
+        with contextlib.suppress(JailError):  # a text that needs the process says why there is none
+            jail.start()
+        if self._is_closed:
             jail.close()
 
 
@@ -191,7 +257,7 @@ class BoundedTokenizer:
         """Return a tokenizer from a changed copy of this one's JSON. Raise ModelError."""
         source = json.loads(self.library.to_str())
         change(source)
-        return parse_bounded(_text(source), self.growth, self.is_predictable, "tokenizer.json")
+        return parse_bounded(_text(source), self.growth, self.is_predictable, "tokenizer.json", self.encoders)
 
 
 def load_tokenizer(path: Path) -> BoundedTokenizer:
@@ -277,10 +343,12 @@ def parsed(source: str) -> Tokenizer:
     return tokenizer
 
 
-def parse_bounded(source: str, growth: int, is_predictable: bool, name: str) -> BoundedTokenizer:
+def parse_bounded(
+    source: str, growth: int, is_predictable: bool, name: str, twin: Encoders | None = None
+) -> BoundedTokenizer:
     with no_panic(lambda reason: ModelError(f"{name} cannot be read: {reason}")):
         tokenizer = parsed(source)
-    return BoundedTokenizer(tokenizer, growth, is_predictable, Encoders(source))
+    return BoundedTokenizer(tokenizer, growth, is_predictable, Encoders(source, not is_predictable, twin))
 
 
 _NESTED = {

@@ -1,14 +1,16 @@
 """Encode texts in a process apart, with bounds of time and memory: a tokenizer is a program that comes with a model.
 
 The service's end is `Encoders` (tokenizer.py), which starts this module in a jail (shared/processes/jail.py). The first
-frame is the checked JSON of the tokenizer; each further one is a question, QUESTION and the texts, and is answered by
-TAKEN or REFUSED. A text that takes more processor time or memory ends the process; the next question starts another.
+frame is IDLE and the checked JSON of the tokenizer; each further one is a question, QUESTION and the texts, and is
+answered by TAKEN or REFUSED. A text that takes more processor time or memory ends the process; the next question starts
+another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import resource
+import select
 import signal
 import sys
 from multiprocessing.connection import Connection
@@ -17,6 +19,7 @@ from pathlib import Path
 from shared.columns import pack
 from shared.processes.jail import allocator, confine
 from shared.text.tokenizer import (
+    IDLE,
     MEMORY_BYTES,
     MOST_NORMALIZED_BYTES,
     QUESTION,
@@ -27,8 +30,8 @@ from shared.text.tokenizer import (
     parsed,
 )
 
-KEPT_BYTES = 1 << 20
-"""Behind a longer text, free memory goes back to the system."""
+KEPT_BYTES = 64 * 1024
+"""Behind a longer text or answer, free memory goes back to the system."""
 
 
 def main() -> int:
@@ -37,11 +40,17 @@ def main() -> int:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process: a handler would wait for the library to return
     _, trim = allocator()
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
-        tokenizer = parsed(connection.recv_bytes().decode())
+        first = connection.recv_bytes()
+        (idle_s,) = IDLE.unpack_from(first)
+        tokenizer = parsed(first[IDLE.size :].decode())
+        del first
         tokenizer.encode_batch_fast(["a"])  # what the library makes at its first text
         trim()
         confine(_data_bytes() + MEMORY_BYTES)
         while True:
+            # `poll` of a connection needs a file more than `confine` leaves.
+            if not select.select([connection], [], [], idle_s or None)[0]:
+                signal.raise_signal(signal.SIGKILL)  # a question that comes right now is asked again
             question = connection.recv_bytes(QUESTION.size + MOST_NORMALIZED_BYTES)
             seconds, special, is_pair, end = QUESTION.unpack_from(question)
             end += QUESTION.size
@@ -56,7 +65,8 @@ def main() -> int:
                 answer = REFUSED + b"it needs too much memory; send a shorter text"
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(answer)
-            if len(question) > KEPT_BYTES:
+            if max(len(question), len(answer)) > KEPT_BYTES:
+                del question, texts, answer
                 trim()
     return 0
 

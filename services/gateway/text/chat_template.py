@@ -94,6 +94,8 @@ class ChatTemplate:
         self._renamed = {content: f"\ue000{nonce}:{id_}\ue001" for content, id_ in self._specials.items()}
         self._twin, self._original_id = _twin(tokenizer, self._renamed)
         self._special_ids = frozenset(self._specials.values())
+        if source is not None:
+            self._twin.encoders.make_ready()
 
     def encode(
         self,
@@ -144,7 +146,7 @@ class ChatTemplate:
         return self._template is not None
 
     def close(self) -> None:
-        """End the processes; another call of `encode` starts them again."""
+        """End the processes. Long conversations are no longer encoded."""
         self._twin.encoders.close()
         if self._template is not None:
             self._template.close()

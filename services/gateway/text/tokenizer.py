@@ -104,6 +104,7 @@ class ModelText:
         """What the model is for: the keys of openai/bodies.py, TASKS."""
         self.longest = self.text.longest
         """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
+        self._bounded.encoders.make_ready()
         self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -129,7 +130,7 @@ class ModelText:
         return ""
 
     def close(self) -> None:
-        """End the processes that encode, render and compile grammars; another call starts them again."""
+        """End the processes that encode, render and compile grammars. Long texts are no longer encoded."""
         self._bounded.encoders.close()
         self.chat.close()
         self.grammars.close()

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from protos import queue_pb2
@@ -32,9 +33,10 @@ from shared.columns import pack
 from shared.errors import ModelError
 from shared.settings import DEMO_MODEL
 from shared.text.grammars import Grammars, NoGrammarsError
-from shared.text.tokenizer import TokenizerError
+from shared.text.tokenizer import FAR_END, TokenizerError
 from tests.support.checkpoints.tokenizers import CHAT_TEMPLATE, CONTEXT, byte_fallback, byte_level, write_model
 from tests.support.generations import model, spec, stored
+from tests.support.waiting import until
 from tests.unit.gateway.text.test_reasoning import CALLS, HEAD, NEXT
 
 CONVERSATION = [
@@ -211,6 +213,24 @@ def test_grammars_are_refused_where_the_tokenizer_is_unbounded(tmp_path: Path) -
     (directory / "tokenizer.json").write_text(json.dumps(source))
     with pytest.raises(NoGrammarsError, match=r"its tokenizer\.json: normalizer: one byte of text can become 10002"):
         Grammars(directory, CONTEXT).prepare()
+
+
+def test_unknown_expression_starts_encoders_with_the_model(tmp_path: Path) -> None:
+    def encoders() -> set[int]:
+        return {child.pid for child in psutil.Process().children() if FAR_END in child.cmdline()}
+
+    path = write_model(tmp_path / "m") / "tokenizer.json"
+    split = {"type": "Split", "pattern": {"Regex": "[a-z]+x?"}, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": split}))
+    before = encoders()
+    text = ModelText(path.parent)
+    until("one of the tokenizer, one of its twin", lambda: len(encoders() - before) == 2)
+    assert text.try_template() == ""
+    text.close()
+    with pytest.raises(ApiError, match=r"messages cannot be tokenized now: .* closed with its model; retry") as raised:
+        text.chat.encode([{"role": "user", "content": "Hello"}])
+    assert (raised.value.status, raised.value.code) == (503, "tokenizer_unavailable")
+    assert not encoders() - before
 
 
 def test_text_of_ids_is_bounded(tmp_path: Path) -> None:
