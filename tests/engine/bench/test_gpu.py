@@ -34,7 +34,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-allowed, left = set(), ["torch", "numpy", "cupy-cuda13x", "grpcio", "protobuf", "safetensors"]
+allowed, left = set(), ["torch", "numpy", "cupy-cuda13x", "grpcio", "protobuf", "safetensors", "orjson"]
 while left:
     name = left.pop()
     if name in allowed:
