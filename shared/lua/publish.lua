@@ -163,7 +163,7 @@ for _ = 1, tonumber(arg() or 0) do
 end
 for _ = 1, tonumber(arg() or 0) do
   local key, numerics = prefix .. 'req:' .. arg(), arg()
-  if redis.call('HEXISTS', key, 'state') == 1 then redis.call('HSET', key, 'numerics', numerics) end
+  if redis.call('HGET', key, 'state') then redis.call('HSET', key, 'numerics', numerics) end
 end
 
 -- What was counted before the end was foreseen: now there is less, or more.
