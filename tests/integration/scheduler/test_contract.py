@@ -53,6 +53,8 @@ class ScriptedWorker(Described):
         known, sizes = np.zeros(8192, np.int64), np.zeros(8192, np.int32)
         async for step in requests:
             if step.HasField("hello"):
+                if step.hello.takes_begun and self.info.HasField("version"):
+                    yield worker_pb2.Result(epoch=step.epoch, begun=True)
                 continue
             for enter in step.enters:
                 known[enter.slot] = len(enter.tokens) // 4
@@ -343,6 +345,51 @@ async def test_refused_worker_is_left_alone_for_longer_each_time(monkeypatch: py
             await shard.fleet.serve(other)
             waits.append(shard.fleet.not_before()[other.identity] - 1000)
     assert waits == [5, 10, 20, 40, 80, 160, 300, 300]
+
+
+async def test_worker_that_differed_is_taken_when_the_other_one_leaves() -> None:
+    shard, other = Shard(SETTINGS), described(id="bad", block_size=32)
+    async with serving(ScriptedWorker(described()), ScriptedWorker(other)) as (good, bad):
+        run = asyncio.create_task(shard.fleet.serve(good))
+        await wait_until(lambda: bool(shard.fleet.loops))
+        await shard.fleet.serve(bad)
+        assert bad.identity in shard.fleet.not_before()
+        assert_refused(shard, "block_size: '32', and good")
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        assert shard.fleet.not_before().get(bad.identity, 0.0) < time.monotonic() + 1
+        run = asyncio.create_task(shard.fleet.serve(bad))
+        await wait_until(lambda: list(shard.fleet.loops) == ["bad"])
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+
+class RefusingWorker(Described):
+    """Takes no Run. Of version 1.1 it says so before it says that a Run has begun, of 1.0 behind the first step."""
+
+    async def Run(  # noqa: N802 - the name in worker.proto
+        self, requests: AsyncIterator[worker_pb2.Step], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.Result]:
+        async for step in requests:
+            if self.info.HasField("version") or not step.HasField("hello"):
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "token: not that of the lease")
+        yield worker_pb2.Result()  # not reached
+
+
+@pytest.mark.parametrize("minor", [0, 1])
+async def test_worker_that_refuses_the_run_is_left_alone(minor: int) -> None:
+    shard = Shard(SETTINGS)
+    version = worker_pb2.Version(major=1, minor=minor) if minor else None
+    async with serving(RefusingWorker(described(id="bad", version=version))) as (worker,):
+        ask(shard)
+        for _ in range(2):
+            await shard.fleet.serve(worker)
+    assert [(kind, text) for kind, text, _ in shard.events] == [("worker_refused", "token: not that of the lease")] * 2
+    assert shard.fleet.not_before()[worker.identity] > time.monotonic() + 5
+    if minor:
+        assert not shard.linked and not shard.core.replicas, "it was never linked"
+        assert not any(record.started for record in shard.core.records.values())
+    shard.core.check()
 
 
 async def test_worker_that_has_seen_more_than_the_counter_raises_it() -> None:
