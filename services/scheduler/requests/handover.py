@@ -95,12 +95,17 @@ class RequestHandover:
 
         After STRANDED_S without one they end with an error. shards: name -> numerics.
         """
+        self._core.served_elsewhere(bool(shards))
         stranded = self._core.stranded()
-        self._stranded = {name: self._stranded.get(name, now_s) for name in stranded}
+        # Without any worker, too, as its workers may come and go.
+        before = {
+            name: at for name, at in self._stranded.items() if name in self._entries and not self._core.runs(name)
+        }
+        self._stranded = dict.fromkeys(stranded, now_s) | before
         if stranded and shards:
             await self.give(shards, stranded)
         for name, since in list(self._stranded.items()):
-            if now_s - since >= STRANDED_S and name in self._entries:
+            if now_s - since >= STRANDED_S and name in stranded and name in self._entries:
                 self._end(name, Finish.ERROR, WRONG_NUMERICS.format(stranded[name], STRANDED_S))
 
     async def take_from(self, orphan: str, lease: Lease, intake: Intake) -> None:

@@ -324,15 +324,21 @@ async def test_request_with_tokens_is_given_to_equal_numerics_alone(taker: Taker
     assert found["b"].numerics == "h float32 int8" and found["b"].outputs[0].tolist() == [7]
 
     giver.core.lose(0, 4)
+    await giver.handover.settle_stranded({}, 4.0)
+    assert not giver.core.stranded(), "without any worker all wait"
     await giver.handover.settle_stranded({"shard-2": "h float32 none"}, 5.0)
-    assert await giver.handover.give({"shard-2": "h float32 none"}) == 0 and not giver.core.stranded()
+    assert await giver.handover.give({"shard-2": "h float32 none"}) == 0
+    assert giver.core.stranded() == dict.fromkeys(names, "h float32 int8"), "without a replica here, too"
     giver.join("h float32 none")
     assert giver.core.stranded() == dict.fromkeys(names, "h float32 int8")
     await giver.handover.settle_stranded({"shard-2": "h float32 none"}, 6.0)
     assert not giver.ended and giver.entries.keys() == set(names)
     assert await giver.handover.give({"shard-2": "h float32 none", "shard-3": "h float32 int8"}, ["a"]) == 1
     assert await taker.redis.hget(taker.keys.req("a"), "shard") == b"shard-3"
-    await giver.handover.settle_stranded({}, 6.0 + STRANDED_S)
+    giver.core.lose(0, 7)
+    await giver.handover.settle_stranded({}, 7.0)
+    giver.join("h float32 none")
+    await giver.handover.settle_stranded({}, 5.0 + STRANDED_S)
     assert giver.ended.keys() == {"b"} and "'h float32 int8', of which none came within 60 s" in giver.ended["b"]
     writing.cancel()
     await asyncio.gather(writing, return_exceptions=True)

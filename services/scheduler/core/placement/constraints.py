@@ -53,6 +53,7 @@ class Placement:
         self.alive: list[Replica] = []
         # Those with a worker that is asked to keep KV, and lost ones with kept KV, while a sequence needs it.
         self.keepers: list[Replica] = []
+        self.is_served_elsewhere = False  # whether other shards have workers
         self.generation = 0  # number of the current set of replicas
         self.has_roles = False  # whether there are several replicas and any has a role
         self.feeding: set[int] = set()  # prefill replicas with a host tier that another replica can read
@@ -138,8 +139,15 @@ class Placement:
         return all(rule.allows(replica, sequence) for rule in rules)
 
     def strands(self, sequence: Sequence) -> bool:
-        """Return whether all replicas would give a sequence other numbers than those that its tokens are of."""
-        return bool(self.alive) and not any(self._numerics.allows(replica, sequence) for replica in self.alive)
+        """Return whether all replicas would give a sequence other numbers than those that its tokens are of.
+
+        Without a replica only while other shards have workers: it would run if these had its numerics.
+        """
+        if not (self.alive or self.is_served_elsewhere):
+            return False
+        if not sequence.record.has_tokens or not sequence.record.request.numerics:
+            return False
+        return not any(self._numerics.allows(replica, sequence) for replica in self.alive)
 
 
 class OwesStep(Constraint[StepBuilder]):

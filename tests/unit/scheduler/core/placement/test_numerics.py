@@ -45,6 +45,50 @@ def test_requests_with_tokens_wait_for_equal_numerics_and_hide_no_others(policy:
     assert len(house.ended) == 41 and all(finish == [Finish.LENGTH] for finish in house.ended.values())
 
 
+def test_stranded_requests_are_no_queue_before_new_ones() -> None:
+    house = begun(20)
+    house.join(PLAIN)
+    house.steps(40)
+    assert "late" in house.ended and len(house.core.stranded()) == 20
+    stats = house.core.stats()
+    assert stats["waiting"] == stats["queued_tokens"] == stats["behind_low"] == 0
+    assert house.core.waiting_count == 0 and len(house.core.records) == 20
+    house.core.check()
+
+
+@pytest.mark.parametrize("policy", ["orcinus", "vllm", "sarathi:order=fair"])
+def test_stranded_request_leaves_by_every_way(policy: str) -> None:
+    house = begun(8, policy)
+    house.join(PLAIN)
+    names = list(house.core.stranded())
+    for _ in range(3):
+        house.core.park(names[0])
+        house.core.check()
+        assert names[0] not in house.core.stranded()
+        house.core.resume(names[0], house.now)
+    for name in names[1:3]:
+        house.take(house.core.cancel(name, house.now))
+    assert house.core.release(names[3], begun=True)
+    assert house.core.stranded().keys() == {names[0], *names[4:]}
+    assert len(house.core.waiting.held) == len(names) - 3
+    house.core.check()
+    house.lose(0)
+    house.join(INT8)
+    assert not house.core.waiting.held
+    house.core.check()
+
+
+def test_requests_with_tokens_are_stranded_without_a_replica_beside_other_shards() -> None:
+    house = begun(4)
+    house.core.served_elsewhere(True)
+    assert house.core.stranded() == dict.fromkeys((f"r{number}" for number in range(4)), "int8")
+    assert house.core.stats()["waiting"] == 1, "late may run anywhere"
+    house.core.check()
+    house.core.served_elsewhere(False)
+    assert not house.core.stranded() and house.core.stats()["waiting"] == 5
+    house.core.check()
+
+
 def test_requests_go_on_at_equal_unknown_or_allowed_numerics() -> None:
     for limits in (INT8, replace(PLAIN, identity="")):
         house = begun()
