@@ -36,6 +36,7 @@ def described(**changes: Any) -> worker_pb2.WorkerInfo:
         "id": "good", "identity": "good", "model": SETTINGS.served_model_name, "model_hash": "a1", "dtype": "float32",
         "block_size": 16, "gpu_blocks": 256, "max_seqs": SLOTS, "max_model_len": 256, "max_step_tokens": 64,
         "vocab_size": VOCABULARY, "stages": 1, "numerics": "cpu amx float32 none",
+        "version": worker_pb2.Version(major=1, minor=1),
     }  # fmt: skip
     return worker_pb2.WorkerInfo(**(right | changes))
 
@@ -168,6 +169,26 @@ def test_worker_of_unknown_or_allowed_other_numerics_may_join() -> None:
     check_same(other, [good], mixed_numerics=True)
     with pytest.raises(ContractError, match="in a shard of its own, or the scheduler with --mixed-numerics"):
         check_same(other, [good])
+
+
+async def test_stream_of_a_worker_without_version_goes_on_at_its_update() -> None:
+    """Of version 1.0 the hash is one of samples, of 1.1 one of all bytes: for the same weights they differ."""
+    shard, answers = Shard(SETTINGS), iter(range(6))
+
+    def ends(_: worker_pb2.Result) -> None:
+        if next(answers, None) is None:
+            raise RuntimeError("the worker is updated")
+
+    old, new = described(version=None), described(id="new", model_hash="a" * 32)
+    async with serving(ScriptedWorker(old, ends), ScriptedWorker(new)) as records:
+        ask(shard)
+        await shard.fleet.serve(records[0])
+        assert any(record.has_tokens for record in shard.core.records.values())
+        run = asyncio.create_task(shard.fleet.serve(records[1]))
+        await wait_until(lambda: not shard.core.records or bool(shard.core.stranded()) or run.done())
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+    assert_all_right(shard)
 
 
 async def test_stream_of_a_lost_worker_goes_on_at_equal_numerics_alone() -> None:
