@@ -116,12 +116,12 @@ class Scheduler:
         return number
 
     def stranded(self) -> dict[str, str]:
-        """Return the numerics of the requests with tokens that wait for a replica with these, by request.
+        """Return the identity (Limits.identity) that each request with tokens waits for, by request.
 
         Without a replica none does, unless other shards have workers (`served_elsewhere`).
         """
         requests = [sequence.record.request for sequence in self.waiting.held.values()]
-        return {request.id: request.numerics for request in requests}
+        return {request.id: request.identity for request in requests}
 
     def served_elsewhere(self, is_served: bool) -> None:
         """Take whether other shards have workers, so that requests may be stranded without a replica here, too."""
@@ -134,10 +134,10 @@ class Scheduler:
         record = self.records.get(request_id)
         return record is not None and any(sequence.state is State.RUNNING for sequence in record.sequences)
 
-    def numerics(self, request_id: str) -> str:
-        """Return the numerics with which alone a request may go on; empty if any will do."""
+    def identity(self, request_id: str) -> str:
+        """Return the identity (Limits.identity) with which alone a request may go on; empty if any will do."""
         record = self.records.get(request_id)
-        return record.request.numerics if record is not None and record.has_tokens else ""
+        return record.request.identity if record is not None and record.has_tokens else ""
 
     def lose(self, replica: int, now_ns: int) -> None:
         """Take a replica out: its sequences wait again with the tokens applied so far; its steps are forgotten.
@@ -574,7 +574,7 @@ class Scheduler:
             replica.memory, replica.tokens = policy.parts_of(replica.number)
 
     def _hold_stranded(self) -> None:
-        """Hold the waiting sequences with tokens of other numerics than those of all replicas; release the others.
+        """Hold the waiting sequences with tokens of another identity than that of all replicas; release the others.
 
         They would stand at the head of a queue, and hide from a replica what it may run.
         """

@@ -62,11 +62,11 @@ class Placement:
         self.dock = -1  # replica number; -1 means none, until a replica joins that fits or one is assigned
         self._quarantine = QuarantineRule(self)
         self._fits = Fits(self)
-        self._numerics = SameNumerics()
+        self._identity = SameIdentity()
         self._adapter = AdapterNotRefused(self)
         self._role = Role(self)
         self._rules: tuple[Rule, ...] = (
-            self._quarantine, self._fits, self._numerics, self._adapter, OpenPolicy(state), KVReadable(self),
+            self._quarantine, self._fits, self._identity, self._adapter, OpenPolicy(state), KVReadable(self),
             self._role,
         )  # fmt: skip
 
@@ -125,7 +125,7 @@ class Placement:
         found = 0
         for sequence in [s for record in self.confined.values() for s in record.sequences]:
             runs = sequence.state is State.RUNNING and sequence.replica == replica.number
-            fits = self._numerics.allows(replica, sequence) and self._fits.holds(replica, sequence)
+            fits = self._identity.allows(replica, sequence) and self._fits.holds(replica, sequence)
             found += sequence.state is not State.ENDED and (runs or fits)
         return found
 
@@ -135,7 +135,7 @@ class Placement:
 
     def _runs(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether `replica` may run a sequence, whatever its adapter."""
-        rules = self._quarantine, self._fits, self._numerics
+        rules = self._quarantine, self._fits, self._identity
         return all(rule.allows(replica, sequence) for rule in rules)
 
     def strands(self, sequence: Sequence) -> bool:
@@ -145,9 +145,9 @@ class Placement:
         """
         if not (self.alive or self.is_served_elsewhere):
             return False
-        if not sequence.record.has_tokens or not sequence.record.request.numerics:
+        if not sequence.record.has_tokens or not sequence.record.request.identity:
             return False
-        return not any(self._numerics.allows(replica, sequence) for replica in self.alive)
+        return not any(self._identity.allows(replica, sequence) for replica in self.alive)
 
 
 class OwesStep(Constraint[StepBuilder]):
@@ -222,11 +222,11 @@ class Fits(Rule):
         return len(placement.alive) == 1 or sequence.longest(limits) >= placement.longest(sequence)
 
 
-class SameNumerics(Rule):
+class SameIdentity(Rule):
     """Let a request with tokens go on only where they would have been the same; one without any may run anywhere."""
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
-        before, here = sequence.record.request.numerics, replica.limits.identity
+        before, here = sequence.record.request.identity, replica.limits.identity
         return not before or not here or before == here or not sequence.record.has_tokens
 
 

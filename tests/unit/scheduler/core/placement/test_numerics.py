@@ -103,26 +103,26 @@ def test_replica_of_other_numerics_beside_takes_only_what_has_no_token() -> None
     house.join(PLAIN)
     house.add_many(12, 4, 30)
     house.steps(3)
-    ran = {name: record.request.numerics for name, record in house.core.records.items() if record.has_tokens}
+    ran = {name: record.request.identity for name, record in house.core.records.items() if record.has_tokens}
     assert set(ran.values()) == {"int8", "plain"}
     for replica in (0, 1):
         house.lose(replica)
         house.join((INT8, PLAIN)[replica])
     house.core.check()
     house.steps(2)
-    assert {name: house.core.records[name].request.numerics for name in ran} == ran
+    assert {name: house.core.records[name].request.identity for name in ran} == ran
     house.finish()
 
 
 def test_restarted_request_keeps_the_numerics_of_its_record() -> None:
     new = request("a", 5, 40, seed=1)
-    new.outputs, new.numerics = [np.array(answer(new, 0, 64)[0][:3], np.int32)], "int8"
-    other = request("b", 5, 4, seed=2, numerics="int8", begun=True)
+    new.outputs, new.identity = [np.array(answer(new, 0, 64)[0][:3], np.int32)], "int8"
+    other = request("b", 5, 4, seed=2, identity="int8", begun=True)
     house = House(Scheduler(lookahead=0), PLAIN)
     house.add(new)
     house.add(other)
-    assert house.core.stranded() == {"a": "int8"} and house.core.numerics("a") == "int8"
-    assert house.core.numerics("b") == "", "it has no token"
+    assert house.core.stranded() == {"a": "int8"} and house.core.identity("a") == "int8"
+    assert house.core.identity("b") == "", "it has no token"
     house.steps(20)
     assert house.ended.keys() == {"b"}
     house.core.park("a")
