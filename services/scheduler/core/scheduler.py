@@ -118,15 +118,18 @@ class Scheduler:
     def stranded(self) -> dict[str, str]:
         """Return the identity (Limits.identity) that each request with tokens waits for, by request.
 
-        Without a replica none does, unless other shards have workers (`served_elsewhere`).
+        Without a replica none does, unless other shards have workers, all of another identity (`served_elsewhere`).
         """
         requests = [sequence.record.request for sequence in self.waiting.held.values()]
         return {request.id: request.identity for request in requests}
 
-    def served_elsewhere(self, is_served: bool) -> None:
-        """Take whether other shards have workers, so that requests may be stranded without a replica here, too."""
-        if self.router.placement.is_served_elsewhere != is_served:
-            self.router.placement.is_served_elsewhere = is_served
+    def served_elsewhere(self, identities: frozenset[str]) -> None:
+        """Take the identities of other shards' workers, one of them empty where it is not known.
+
+        Without a replica here requests of other identities than these are stranded.
+        """
+        if self.router.placement.elsewhere != identities:
+            self.router.placement.elsewhere = identities
             self._hold_stranded()
 
     def runs(self, request_id: str) -> bool:

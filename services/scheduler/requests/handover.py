@@ -96,7 +96,7 @@ class RequestHandover:
 
         After STRANDED_S without one they end with an error. shards: as of `give`.
         """
-        self._core.served_elsewhere(bool(shards))
+        self._core.served_elsewhere(frozenset(shards.values()))
         stranded = self._core.stranded()
         # Without any worker, too, as its workers may come and go.
         before = {

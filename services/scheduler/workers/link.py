@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from contextlib import suppress
 
 import grpc
 
@@ -101,9 +102,11 @@ class WorkerLink:
             shard=self._shard, takes_late=True, kept=kept(), version=handshake.version(), token=self._token,
             takes_begun=True,
         )  # fmt: skip
-        await self._write(worker_pb2.Step(epoch=self.epoch, hello=hello))
-        if self.info.HasField("version") and (self.info.version.major, self.info.version.minor) > handshake.FIRST:
-            await asyncio.wait_for(self._begun(), DESCRIBE_S)
+        version, first = self.info.version, worker_pb2.Step(epoch=self.epoch, hello=hello)
+        if (version.major, version.minor) > handshake.FIRST:
+            await asyncio.wait_for(self._begin(first), DESCRIBE_S)
+        else:
+            await self._write(first)
         info = self.info
         log.info(
             "worker %s at %s%s: %d slots, %d blocks of %d tokens, %d on the host",
@@ -117,9 +120,11 @@ class WorkerLink:
         )
         return limits_from_wire(info, self._speculate, self.epoch, self._mixed_numerics)
 
-    async def _begun(self) -> None:
-        """Wait until the worker has accepted the hello."""
+    async def _begin(self, hello: worker_pb2.Step) -> None:
+        """Send hello, and wait until the worker has accepted it."""
         try:
+            with suppress(grpc.aio.AioRpcError, ProtocolError):  # the call has ended: the first answer says why
+                await self._write(hello)
             first = await anext(aiter(self._answers()))
         except grpc.aio.AioRpcError as error:
             raise refusal(error) or error from None

@@ -386,18 +386,20 @@ async def test_worker_that_differed_is_taken_when_the_other_one_leaves() -> None
 
 
 class RefusingWorker(Described):
-    """Takes no Run. Of version 1.1 it says so before it says that a Run has begun, of 1.0 behind the first step."""
+    """Takes no Run. Of version 1.2 it says so before it reads hello, of 1.1 behind it, of 1.0 behind the first step."""
 
     async def Run(  # noqa: N802 - the name in worker.proto
         self, requests: AsyncIterator[worker_pb2.Step], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.Result]:
+        if self.info.version.minor > 1:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "token: not that of the lease")
         async for step in requests:
             if self.info.HasField("version") or not step.HasField("hello"):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "token: not that of the lease")
         yield worker_pb2.Result()  # not reached
 
 
-@pytest.mark.parametrize("minor", [0, 1])
+@pytest.mark.parametrize("minor", [0, 1, 2])
 async def test_worker_that_refuses_the_run_is_left_alone(minor: int) -> None:
     shard = Shard(SETTINGS)
     version = worker_pb2.Version(major=1, minor=minor) if minor else None

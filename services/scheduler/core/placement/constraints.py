@@ -53,7 +53,7 @@ class Placement:
         self.alive: list[Replica] = []
         # Those with a worker that is asked to keep KV, and lost ones with kept KV, while a sequence needs it.
         self.keepers: list[Replica] = []
-        self.is_served_elsewhere = False  # whether other shards have workers
+        self.elsewhere: frozenset[str] = frozenset()  # identities of other shards' workers; one empty: not known
         self.generation = 0  # number of the current set of replicas
         self.has_roles = False  # whether there are several replicas and any has a role
         self.feeding: set[int] = set()  # prefill replicas with a host tier that another replica can read
@@ -141,12 +141,13 @@ class Placement:
     def strands(self, sequence: Sequence) -> bool:
         """Return whether all replicas would give a sequence other numbers than those that its tokens are of.
 
-        Without a replica only while other shards have workers: it would run if these had its numerics.
+        Without a replica here: whether all workers of other shards would.
         """
-        if not (self.alive or self.is_served_elsewhere):
+        identity = sequence.record.request.identity
+        if not identity or not sequence.record.has_tokens:
             return False
-        if not sequence.record.has_tokens or not sequence.record.request.identity:
-            return False
+        if not self.alive:
+            return bool(self.elsewhere) and not {"", identity} & self.elsewhere
         return not any(self._identity.allows(replica, sequence) for replica in self.alive)
 
 

@@ -80,11 +80,14 @@ def test_stranded_request_leaves_by_every_way(policy: str) -> None:
 
 def test_requests_with_tokens_are_stranded_without_a_replica_beside_other_shards() -> None:
     house = begun(4)
-    house.core.served_elsewhere(True)
+    for others in ({"int8", "plain"}, {"", "plain"}):
+        house.core.served_elsewhere(frozenset(others))
+        assert not house.core.stranded()
+    house.core.served_elsewhere(frozenset({"plain"}))
     assert house.core.stranded() == dict.fromkeys((f"r{number}" for number in range(4)), "int8")
     assert house.core.stats()["waiting"] == 1, "late may run anywhere"
     house.core.check()
-    house.core.served_elsewhere(False)
+    house.core.served_elsewhere(frozenset())
     assert not house.core.stranded() and house.core.stats()["waiting"] == 5
     house.core.check()
 
