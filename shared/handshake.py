@@ -43,24 +43,31 @@ def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()[:32]
 
 
-def wrong_run(
-    first: worker_pb2.Step, shard: bytes | None, run: bytes | None, lease: bytes | None, is_known: bool = False
-) -> str:
-    """Return why the first step of a Run does not begin it; empty where it does.
+def wrong_epoch(first: worker_pb2.Step, shard: bytes | None, run: bytes | None) -> str:
+    """Return why the worker's record does not fit the first step of a Run; empty where it does.
 
-    shard, run: of the worker's record; lease: that of the shard that the step names. None where Redis has none.
-    is_known: whether the scheduler needs no token, as it runs as the worker's user on its host or has a certificate:
-    one of version 1.0 has none.
+    shard, run: fields of the record; None where Redis has none.
+    """
+    if shard == first.hello.shard.encode() and run == str(first.epoch).encode():
+        return ""
+    return (
+        f"epoch: Redis has given this worker to no Run {first.epoch} of shard {first.hello.shard[:100]!r}; take the "
+        f"worker again"
+    )
+
+
+def wrong_token(first: worker_pb2.Step, lease: bytes | None, is_known: bool = False) -> str:
+    """Return why a scheduler may not begin its Run; empty where it may.
+
+    lease: of the shard that the step names; None where Redis has none. is_known: whether the scheduler needs no token,
+    as it runs as the worker's user on its host or has a certificate: one of version 1.0 has none.
     """
     hello = first.hello
-    if shard != hello.shard.encode() or run != str(first.epoch).encode():
-        return (
-            f"epoch: Redis has given this worker to no Run {first.epoch} of shard {hello.shard[:100]!r}; take the "
-            f"worker again"
-        )
-    if lease and is_known and not hello.token:
+    if not lease:
+        return f"token: shard {hello.shard[:100]!r} has no lease now; retry once its scheduler has taken it"
+    if is_known and not hello.token:
         return ""
-    held = (lease or b"").partition(b":")[2]
+    held = lease.partition(b":")[2]
     if not held or not hmac.compare_digest(held, digest_of(hello.token).encode()):
         return f"token: not that of the lease of shard {hello.shard[:100]!r}; update the scheduler, or restart it"
     return ""

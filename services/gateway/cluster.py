@@ -96,7 +96,7 @@ class Snapshot:
         """Return what shows whether work moves; nothing while the model has no worker because of others."""
         if self.has_to_wait:
             return Seen()
-        names = ("epoch", "last_step", "running", "waiting", "in_flight", "parked")
+        names = ("epoch", "last_step", "running", "waiting", "in_flight", "parked", "stranded")
         stats = {shard: {name: number(found.get(name)) for name in names} for shard, found in self.stats.items()}
         return Seen(self.leases, stats, self.steps, number(self.queue.get("requests")))
 

@@ -178,7 +178,9 @@ class Placer:
         pipe.time()
         for keys in self._models.values():
             pipe.exists(keys.lease(self._shard))
-            pipe.hmget(keys.stats(self._shard), "workers", "resuming", "parked", "suspects", "waiting", "running")
+            pipe.hmget(
+                keys.stats(self._shard), "workers", "resuming", "parked", "suspects", "stranded", "waiting", "running"
+            )
             pipe.hmget(keys.queue, "requests")
             for stream in keys.request_streams():
                 pipe.xrange(stream, count=1)
@@ -189,7 +191,7 @@ class Placer:
         demands = []
         for name in self._models:
             is_led = next(answers) == 1
-            workers, resuming, parked, *work = _counts(next(answers), 6) + _counts(next(answers), 1)
+            workers, resuming, parked, *work = _counts(next(answers), 7) + _counts(next(answers), 1)
             ages = {
                 priority: now_ms - _entry_ms(rows[0][0])
                 for priority in CLASSES

@@ -351,5 +351,6 @@ class Service:
             self._shards.unclaimed_ms,
         )
         steps = {"last_step": self._reports.last_step, "in_flight": self.fleet.in_flight}
-        more = {"suspects": self.quarantine.suspects, "draining": int(self.claims.draining)}
+        held = {"suspects": self.quarantine.suspects, "stranded": len(self.core.stranded())}
+        more = {**held, "draining": int(self.claims.draining)}
         return fields | self.fleet.facts() | steps | more

@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from protos import worker_pb2
-from shared.handshake import wrong_run
+from shared.handshake import wrong_epoch, wrong_token
 from shared.settings import WorkerSettings
 from shared.telemetry.process_usage import ProcessUsage
 
@@ -28,6 +28,7 @@ log = logging.getLogger("orcinus.worker")
 TTL_MS = 5000
 WORKERS_MS = 60_000  # a member of the sorted set that was not seen for so long goes
 REFRESH_S = 1.0
+OLD_RULES = "load the rules of deploy/redis/users.acl; restart Redis"
 BACKOFF_S = (0.2, 5.0)  # first and longest pause after a failure
 
 
@@ -68,6 +69,7 @@ class Registration:
             retry=Retry(NoBackoff(), 0),
             **options,
         )
+        self._is_denied = False  # the rules of Redis's user do not let this worker read a lease
         self._waits_for = ""  # why Redis does not take the record
         self._usage = ProcessUsage()
         self._stop = threading.Event()
@@ -76,17 +78,26 @@ class Registration:
     def refusal(self, first: worker_pb2.Step, is_known: bool) -> str:
         """Return why Redis does not let a Run begin with this step; empty where it does. For any thread.
 
-        is_known: as of `wrong_run`.
+        is_known: as of `wrong_token`.
         """
         try:
             with self._redis.pipeline(transaction=False) as pipe:
                 pipe.hget(self._key, "shard")
                 pipe.hget(self._key, "run")
-                pipe.get(self._keys.lease(first.hello.shard))
-                shard, run, lease = pipe.execute()
+                shard, run = pipe.execute()
+            if wrong := wrong_epoch(first, shard, run):
+                return wrong
+            # Only now: until then the name is a peer's, of any length.
+            lease: Any = self._redis.get(self._keys.lease(first.hello.shard))
+        except redis.exceptions.NoPermissionError as error:
+            if not self._is_denied:
+                log.error("Redis at %s lets no Run begin: %s; %s", self._where, error, OLD_RULES)
+            self._is_denied = True
+            return f"lease: Redis does not let this worker read it ({error}); {OLD_RULES}"
         except (redis.RedisError, OSError) as error:
             return f"lease: Redis does not say which shard may begin a Run: {self._why(error)}; retry when it answers"
-        return wrong_run(first, shard, run, lease, is_known)
+        self._is_denied = False
+        return wrong_token(first, lease, is_known)
 
     def start(self) -> None:
         """Begin to register; a Redis that is not there is waited for."""

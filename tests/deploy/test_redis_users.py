@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 import pytest
 import redis
+import yaml
 
 from shared.settings import ROOT
 
@@ -46,6 +48,16 @@ def allowed(role: str) -> set[str]:
     rules = (ROOT / "deploy" / "redis" / "users.acl").read_text().splitlines()
     (line,) = (line for line in rules if line.startswith(f"user {role} "))
     return {word[1:] for word in line.split() if word.startswith("+")}
+
+
+def test_new_rules_make_a_new_container_and_pod_of_redis() -> None:
+    """Redis reads its rules at its start, so that a deployment that is updated in place would keep the old ones."""
+    digest = hashlib.sha256((ROOT / "deploy" / "redis" / "users.acl").read_bytes()).hexdigest()[:16]
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    assert compose["services"]["redis"]["labels"] == {"orcinus.users-acl": digest}
+    manifests = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "base" / "redis.yaml").read_text())
+    (redis_set,) = (each for each in manifests if each["kind"] == "StatefulSet")
+    assert redis_set["spec"]["template"]["metadata"]["annotations"] == {"orcinus/users-acl": digest}
 
 
 def sent(role: str) -> set[str]:

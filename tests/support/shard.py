@@ -34,11 +34,14 @@ class Described(worker_pb2_grpc.WorkerServicer):
 
 
 class Shard:
-    """What a scheduler has of its workers. events: kind, text and worker; ended: by request."""
+    """What a scheduler has of its workers. events: kind, text and worker; linked: slots, each time they are counted;
+    ended: by request.
+    """
 
     def __init__(self, settings: SchedulerSettings, policy: str = "orcinus") -> None:
         self.core = Scheduler(policy, lookahead=settings.lookahead)
         self.events: list[tuple[str, str, str]] = []
+        self.linked: list[int] = []
         self.ended: dict[str, FinishedRequest] = {}
         self.quarantine = Quarantine(self.core, lambda name, text: None, lambda name, finish, text: None)
         reports: Any = SimpleNamespace(last_step=0, answered=0, event=self._event)
@@ -47,7 +50,7 @@ class Shard:
             lambda: self.fleet.wake_idle(),
         )  # fmt: skip
         self.registry: Any = SimpleNamespace(ready=[], least_epoch=0, token="")
-        claims: Any = SimpleNamespace(joined=lambda slots: None, lost=lambda: None)
+        claims: Any = SimpleNamespace(joined=self.linked.append, lost=lambda: None)
         self.fleet = Fleet(settings, self.registry, context, claims)
 
     def add(self, requests: Iterable[NewRequest]) -> None:

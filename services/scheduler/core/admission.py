@@ -462,8 +462,8 @@ class Admission:
                 sequence.record.started = True
                 out.started.append(sequence.record.request.id)
             request = sequence.record.request
-            if limits.identity and request.numerics != limits.identity:
-                request.numerics = out.numerics[request.id] = limits.identity
+            if limits.identity and request.identity != limits.identity:
+                request.identity = out.identities[request.id] = limits.identity
         replica.reserve(slots, reserved[: slots.size])
         if self._router.placement.chooses:
             self._router.entered([c.sequence for c in entering])

@@ -82,13 +82,13 @@ class OutcomeBuilder:
     checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)
     prompt_logprobs: list[tuple[str, int, int, int, bytes]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
-    numerics: dict[str, str] = field(default_factory=dict)
+    identities: dict[str, str] = field(default_factory=dict)
     lost_peers: list[int] = field(default_factory=list)
     ended: list[FinishedRequest] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(
-            self.rows or self.checkpoints or self.prompt_logprobs or self.started or self.numerics or self.ended
+            self.rows or self.checkpoints or self.prompt_logprobs or self.started or self.identities or self.ended
         )
 
     def row(self, sequence: Sequence, finish: Finish, error: str = "") -> None:
@@ -130,7 +130,7 @@ class OutcomeBuilder:
             )
         outcome.checkpoints, outcome.prompt_logprobs = self.checkpoints, self.prompt_logprobs
         outcome.started, outcome.ended = self.started, self.ended
-        outcome.numerics, outcome.lost_peers = self.numerics, self.lost_peers
+        outcome.identities, outcome.lost_peers = self.identities, self.lost_peers
         if self.rows:
             self._merge(outcome)
         return outcome

@@ -85,7 +85,6 @@ class Scheduler:
         self._lengths: Mapping[int, list[int]] = {}  # of the last policy that forecast
         self._ended = dict.fromkeys(Finish, 0)
         self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
-        self._stranded: list[Sequence] = []  # held outside the queue: with tokens of other numerics than the replicas'
         self._resuming: dict[Sequence, int] = {}  # sequences without the KV that they had -> its tokens
 
     def join(self, limits: Limits) -> int:
@@ -109,7 +108,7 @@ class Scheduler:
         replica.table.stagger = max(self._checkpoint_tokens, 1)
         self.replicas[number : number + 1] = [replica]
         self.router.joined(replica, self.alive)
-        for sequence in list(self.waiting):
+        for sequence in [*self.waiting, *self.waiting.held.values()]:
             finish, error = self.router.examine(sequence)
             if finish is not Finish.RUNNING:
                 self._drop(sequence, finish, error, self._pending)
@@ -117,14 +116,31 @@ class Scheduler:
         return number
 
     def stranded(self) -> dict[str, str]:
-        """Return the numerics of the requests with tokens that none of the replicas may go on with, by request."""
-        waits = [sequence for sequence in self._stranded if sequence.state is State.WAITING]
-        return {sequence.record.request.id: sequence.record.request.numerics for sequence in waits}
+        """Return the identity (Limits.identity) that each request with tokens waits for, by request.
 
-    def numerics(self, request_id: str) -> str:
-        """Return the numerics with which alone a request may go on; empty if any will do."""
+        Without a replica none does, unless other shards have workers, all of another identity (`served_elsewhere`).
+        """
+        requests = [sequence.record.request for sequence in self.waiting.held.values()]
+        return {request.id: request.identity for request in requests}
+
+    def served_elsewhere(self, identities: frozenset[str]) -> None:
+        """Take the identities of other shards' workers, one of them empty where it is not known.
+
+        Without a replica here requests of other identities than these are stranded.
+        """
+        if self.router.placement.elsewhere != identities:
+            self.router.placement.elsewhere = identities
+            self._hold_stranded()
+
+    def runs(self, request_id: str) -> bool:
+        """Return whether a sequence of a request has a slot."""
         record = self.records.get(request_id)
-        return record.request.numerics if record is not None and record.has_tokens else ""
+        return record is not None and any(sequence.state is State.RUNNING for sequence in record.sequences)
+
+    def identity(self, request_id: str) -> str:
+        """Return the identity (Limits.identity) with which alone a request may go on; empty if any will do."""
+        record = self.records.get(request_id)
+        return record.request.identity if record is not None and record.has_tokens else ""
 
     def lose(self, replica: int, now_ns: int) -> None:
         """Take a replica out: its sequences wait again with the tokens applied so far; its steps are forgotten.
@@ -459,7 +475,8 @@ class Scheduler:
         if len(self._deadlines) > 2 * len(self.records) + 64:
             raise RuntimeError(f"{len(self._deadlines)} deadlines are kept for {len(self.records)} requests")
         check_replicas(self.alive, self.router.placement.keepers, self.records.values(), self.lookahead)
-        check_records(list(self.records.values()), sum(r.table.count for r in self.replicas), len(self.waiting))
+        waits = len(self.waiting) + len(self.waiting.held)
+        check_records(list(self.records.values()), sum(r.table.count for r in self.replicas), waits)
 
     # -- ends; also called by Results
 
@@ -558,27 +575,20 @@ class Scheduler:
         self._next_policy = None
         self.waiting.rebuild(policy.order, now_ns)
         self.router.close(False)
-        self._hold_stranded()
         for replica in self.replicas:
             replica.memo, replica.beneficiary = AdmissionMemo(), None
             replica.memory, replica.tokens = policy.parts_of(replica.number)
 
     def _hold_stranded(self) -> None:
-        """Hold the waiting sequences with tokens of other numerics than those of all replicas, and let others wait on.
+        """Hold the waiting sequences with tokens of another identity than that of all replicas; release the others.
 
         They would stand at the head of a queue, and hide from a replica what it may run.
         """
-        before, self._stranded = self._stranded, []
-        for sequence in before:
-            if sequence.state is State.WAITING:
-                self.waiting.put_back(sequence, 0)
-        for sequence in list(self.waiting):
-            if self.router.placement.strands(sequence):
-                self._hold(sequence)
-
-    def _hold(self, sequence: Sequence) -> None:
-        self.waiting.hold(sequence)
-        self._stranded.append(sequence)
+        strands = self.router.placement.strands
+        for sequence in [held for held in self.waiting.held.values() if not strands(held)]:
+            self.waiting.release(sequence, 0)
+        for sequence in [waits for waits in self.waiting if strands(waits)]:
+            self.waiting.hold(sequence)
 
     def _take_in(self, sequence: Sequence, now_ns: int, out: OutcomeBuilder) -> None:
         """Let a new sequence wait, unless it has ended before (restart), is complete, or can never run."""
@@ -591,7 +601,7 @@ class Scheduler:
         if finish is Finish.RUNNING:
             self.waiting.push(sequence, now_ns)
             if self.router.placement.strands(sequence):
-                self._hold(sequence)
+                self.waiting.hold(sequence)
             return
         out.row(sequence, finish, error)
         self.end(sequence, finish, error, out)

@@ -73,7 +73,7 @@ class NewRequest:
     outputs: list[Int32] | None = None  # per choice, tokens already produced (after a restart)
     recorded: list[int] | None = None  # per choice, how many of them a checkpoint has carried; None: all
     finished: list[Finish] | None = None  # per choice, RUNNING where it still has to run
-    numerics: str = ""  # of the replicas that have run it (Limits.identity); empty: none, or not known
+    identity: str = ""  # of the replicas that have run it (Limits.identity); empty: none, or not known
     begun: bool = False  # before a restart, perhaps without a token: its record cannot return to the queue
 
 
@@ -214,7 +214,7 @@ class Outcome:
     # Request, prompt, position of the first token, number of tokens, and their records.
     prompt_logprobs: list[tuple[str, int, int, int, bytes]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)  # requests that got their first slot
-    numerics: dict[str, str] = field(default_factory=dict)  # request -> what NewRequest.numerics has become
+    identities: dict[str, str] = field(default_factory=dict)  # request -> what NewRequest.identity has become
     lost_peers: list[int] = field(default_factory=list)  # of StepResult.stale_peers: read until now, or not mapped
     ended: list[FinishedRequest] = field(default_factory=list)
 

@@ -101,7 +101,8 @@ class WaitingQueue:
     """All waiting sequences, in order and counted.
 
     These counts are exact at any moment. By class: `counts` and `swapped_counts` (sequences), `class_tokens` (known
-    tokens without KV in a host tier). In all: `swapped` (sequences).
+    tokens without KV in a host tier). In all: `swapped` (sequences). Held sequences are in `held` alone: no count, no
+    iteration and no length has them.
     """
 
     def __init__(self, order: Order) -> None:
@@ -109,6 +110,7 @@ class WaitingQueue:
         self._queue = order.queue()  # one object: it keeps what was served and what was just removed
         self._swapped_queues: SwappedQueues | None = None  # only while replicas have roles
         self._aside: dict[int, Sequence] = {}  # by number, set aside: counted, but not in a queue
+        self.held: dict[int, Sequence] = {}  # by number, until release(); not to be changed from outside
         self.counts = [0] * CLASS_COUNT
         self.swapped_counts = [0] * CLASS_COUNT
         self._waiting = 0
@@ -223,11 +225,14 @@ class WaitingQueue:
         self._count(sequence, 1)
 
     def hold(self, sequence: Sequence) -> None:
-        """Move a waiting sequence out of its queue until put_back()."""
-        if sequence.number not in self._aside:
-            self.changes += 1
-            self._queue_of(sequence).drop(sequence)
-            self._aside[sequence.number] = sequence
+        """Take a waiting sequence out of the queue and the counts until release(): no replica may run it."""
+        self.drop(sequence)
+        self.held[sequence.number] = sequence
+
+    def release(self, sequence: Sequence, now_ns: int) -> None:
+        """Return a held sequence to the queue."""
+        del self.held[sequence.number]
+        self.push(sequence, now_ns)
 
     def put_back(self, sequence: Sequence, now_ns: int) -> None:
         """Return a sequence that was set aside to the queue; do nothing if it has ended or was parked meanwhile."""
@@ -238,16 +243,22 @@ class WaitingQueue:
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended or is parked. Its state must be set already."""
         self.changes += 1
+        if self.held.pop(sequence.number, None) is not None:
+            return
         self._count(sequence, -1)
         if self._aside.pop(sequence.number, None) is None:
             self._queue_of(sequence).drop(sequence)
 
     def grew(self, sequence: Sequence, tokens: int = 1) -> None:
         """Count tokens that a waiting sequence has to compute after a step that was sent before its preemption."""
-        self.class_tokens[sequence.priority] += tokens
+        if sequence.number not in self.held:
+            self.class_tokens[sequence.priority] += tokens
 
     def lose_saved(self, sequence: Sequence, now_ns: int) -> None:
         """Drop the KV that a waiting sequence has in a host tier."""
+        if sequence.number in self.held:
+            sequence.saved, sequence.route.generation = None, -1
+            return
         moves = self._swapped_queues is not None and sequence.swapped and sequence.number not in self._aside
         if moves:
             self._queue_of(sequence).drop(sequence)
@@ -295,7 +306,7 @@ class WaitingQueue:
         swapped = [sum(s.swapped for s in waiting if s.priority == c) for c in range(CLASS_COUNT)]
         if swapped != self.swapped_counts or sum(swapped) != self.swapped:
             raise RuntimeError(f"{swapped} swapped sequences wait, {self.swapped_counts} are counted")
-        if len({s.number for s in waiting}) != len(waiting):
+        if len({s.number for s in waiting} - self.held.keys()) != len(waiting):
             raise RuntimeError("a sequence waits twice")
 
     def _queue_of(self, sequence: Sequence) -> SwappedQueues | Queue:

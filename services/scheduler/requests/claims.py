@@ -167,7 +167,7 @@ class Claims:
                 await self.rebuild()
 
     async def _settle_stranded(self) -> None:
-        shards = {} if self._has_suspects() else self._shards.numerics
+        shards = {} if self._has_suspects() else self._shards.identities
         await self._handover.settle_stranded(shards, time.monotonic())
 
     async def _give_to_others(self, without_s: float) -> None:
@@ -177,7 +177,7 @@ class Claims:
         if surplus > 0 and (count := await self._handover.hand_back(surplus)):
             log.info("%d requests handed back, for %s", count, ", ".join(self._shards.others))
         if without_s > GIVE_S and not self._has_suspects():
-            await self._handover.give(self._shards.numerics)
+            await self._handover.give(self._shards.identities)
 
     async def _empty(self) -> None:
         """Drain: hand back unstarted requests; give the rest to another shard, or finish it here if there is none."""
@@ -187,7 +187,7 @@ class Claims:
         while await self._has_requests():
             self.changed.clear()
             if self._shards.others and not self._has_suspects():
-                await self._handover.give(self._shards.numerics)
+                await self._handover.give(self._shards.identities)
             await self._settle_stranded()
             if self._held.entries:
                 await self.changed.wait()

@@ -69,14 +69,15 @@ class RequestHandover:
         return await self.release(self._lease, back[::-1])
 
     async def give(self, shards: Mapping[str, str], only: Collection[str] | None = None) -> int:
-        """Give the requests that have begun to `shards` (name -> numerics) in turn, with their tokens; return how many.
+        """Give the requests that have begun to `shards` in turn, with their tokens; return how many.
 
-        One with tokens goes to a shard of equal numerics, or stays. only: these requests; None means all.
+        One with tokens goes to a shard of its identity, or stays. shards: name -> identity of its workers, empty where
+        that is not known. only: these requests; None means all.
         """
         given: dict[str, list[str]] = {}
         for number, name in enumerate(list(self._entries if only is None else only)):
-            numerics = self._core.numerics(name)
-            able = [shard for shard, its in shards.items() if not numerics or not its or numerics == its]
+            identity = self._core.identity(name)
+            able = [shard for shard, other in shards.items() if not identity or not other or identity == other]
             if able and name in self._entries and self._core.release(name, begun=True):
                 given.setdefault(able[number % len(able)], []).append(name)
         if not given:
@@ -93,14 +94,19 @@ class RequestHandover:
     async def settle_stranded(self, shards: Mapping[str, str], now_s: float) -> None:
         """Give requests with tokens of other numerics than those of this shard's workers to a shard that has these.
 
-        After STRANDED_S without one they end with an error. shards: name -> numerics.
+        After STRANDED_S without one they end with an error. shards: as of `give`.
         """
+        self._core.served_elsewhere(frozenset(shards.values()))
         stranded = self._core.stranded()
-        self._stranded = {name: self._stranded.get(name, now_s) for name in stranded}
+        # Without any worker, too, as its workers may come and go.
+        before = {
+            name: at for name, at in self._stranded.items() if name in self._entries and not self._core.runs(name)
+        }
+        self._stranded = dict.fromkeys(stranded, now_s) | before
         if stranded and shards:
             await self.give(shards, stranded)
         for name, since in list(self._stranded.items()):
-            if now_s - since >= STRANDED_S and name in self._entries:
+            if now_s - since >= STRANDED_S and name in stranded and name in self._entries:
                 self._end(name, Finish.ERROR, WRONG_NUMERICS.format(stranded[name], STRANDED_S))
 
     async def take_from(self, orphan: str, lease: Lease, intake: Intake) -> None:

@@ -371,8 +371,8 @@ class Intake:
             found = [read(self._keys.out(request.id, choice), value, _tokens) for choice, value in enumerate(outputs)]
             request.outputs = [EMPTY if each is None else each[: request.max_tokens] for each in found]
             request.recorded = [output.size for output in request.outputs]
-            started, former, numerics, *fields = read(key, reply, list) or [None] * (3 + 2 * count)
-            request.numerics = read(key, numerics or b"", text) or ""
+            started, former, identity, *fields = read(key, reply, list) or [None] * (3 + 2 * count)
+            request.identity = read(key, identity or b"", text) or ""
             request.finished = [read(key, value, _finish) or Finish.RUNNING for value in fields[:count]]
             stops = (read(key, at, integer) if at else None for at in fields[count:])
             item.stops.update({choice: at for choice, at in enumerate(stops) if at is not None})

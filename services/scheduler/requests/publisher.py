@@ -135,7 +135,7 @@ def arguments(
     ended: list[Value] = []
     logprobs: list[Value] = []
     of_prompts: list[Value] = []
-    numerics: list[Value] = []
+    identities: list[Value] = []
     counts = [0, 0, 0, 0]
     for request_id, choice, tokens in again or []:
         checkpoints += [request_id, choice, 0, pack(tokens), 0, 0]
@@ -157,8 +157,8 @@ def arguments(
             of_prompts += [request_id, prompt, (first - 1) * (len(told) // count), told]
         started += outcome.started
         counts[2] += len(outcome.started)
-        for request_id, identity in outcome.numerics.items():
-            numerics += [request_id, identity]
+        for request_id, identity in outcome.identities.items():
+            identities += [request_id, identity]
         for finished in outcome.ended:
             entry = where.get(finished.request.id)
             if entry is not None:
@@ -169,8 +169,8 @@ def arguments(
     return [
         *head, counts[0], *entries, counts[1], *checkpoints, counts[2], *started, counts[3], *ended,
         len(logprobs) // 4, *logprobs,
-        *([len(of_prompts) // 4, *of_prompts] if of_prompts or numerics else []),
-        *([len(numerics) // 2, *numerics] if numerics else []),
+        *([len(of_prompts) // 4, *of_prompts] if of_prompts or identities else []),
+        *([len(identities) // 2, *identities] if identities else []),
     ]
     # fmt: on
 
@@ -199,7 +199,7 @@ def written_keys(keys: Keys, outcomes: list[Outcome]) -> dict[str, str]:
         choices = {(each[0], each[1]) for each in outcome.checkpoints}
         choices |= {(each.id, choice) for each in ended for choice in range(len(each.prompts) * each.n)}
         types |= dict.fromkeys(
-            map(keys.req, {*names, *outcome.started, *outcome.numerics, *(each.id for each in ended)}), "hash"
+            map(keys.req, {*names, *outcome.started, *outcome.identities, *(each.id for each in ended)}), "hash"
         )
         for name, choice in choices:
             types |= {keys.out(name, choice): "string", keys.logprobs(name, choice): "string"}
@@ -247,7 +247,7 @@ class Publisher:
         if outcome is None:
             return
         has_rows = outcome.requests or outcome.checkpoints or outcome.prompt_logprobs
-        if has_rows or outcome.started or outcome.numerics or outcome.ended:
+        if has_rows or outcome.started or outcome.identities or outcome.ended:
             self._waiting.append((step, outcome))
             self.put_count += 1
             self._more.set()

@@ -36,7 +36,7 @@ class Shards:
         self._patience_s = LEASES * lease_ms / 1000
         self._gone: dict[str, float] = {}  # shard without a lease, with pending requests -> time of the first look
         self.others: list[str] = []  # with a lease and a worker, not draining
-        self.numerics: dict[str, str] = {}  # of the workers of `others`; empty: not known, or it does not matter
+        self.identities: dict[str, str] = {}  # of the workers of `others`; empty: not known, or it does not matter
         self.live: list[str] = []  # with a lease, with or without a worker, not draining
         self.workerless: list[str] = []  # of the live ones, those without a worker
         self.led: set[str] = set()  # with a lease
@@ -71,7 +71,7 @@ class Shards:
             if self._letters.read(self._keys.lease(name), lease, bool)
         }
         self.others = [name for name, (workers, drains, _) in led.items() if workers and not drains]
-        self.numerics = {name: led[name][2] for name in self.others}
+        self.identities = {name: led[name][2] for name in self.others}
         self.led = {*led}
         self.live = [name for name, (_, drains, _) in led.items() if not drains]
         self.workerless = [name for name in self.live if name not in self.others]
@@ -138,6 +138,6 @@ class Shards:
 
 
 def _state(reply: list[bytes | None]) -> tuple[int, int, str]:
-    """Return the number of workers of a shard, whether it drains, and its workers' numerics."""
-    workers, drains, numerics = reply
-    return integer(workers), integer(drains), text(numerics or b"")
+    """Return the number of workers of a shard, whether it drains, and what decides the numbers of its workers."""
+    workers, drains, identity = reply
+    return integer(workers), integer(drains), text(identity or b"")

@@ -26,6 +26,7 @@ from services.scheduler.workers.link import (
     WorkerLostError,
     brief,
     may_be_caused_by_step,
+    refusal,
 )
 from services.scheduler.workers.loop import InFlight, WorkerContext, WorkerLoop
 from services.scheduler.workers.registry import Registration, WorkerRegistry
@@ -88,6 +89,7 @@ class Fleet:
         self._attempts: dict[str, int] = {}  # identity -> links in a row without an answer
         self._patience: dict[str, int] = {}  # worker id -> factor of its step timeout, doubled by each timeout
         self._refused: dict[str, tuple[int, float]] = {}  # identity that broke the contract -> how often, until when
+        self._differing: set[str] = set()  # those of them that only differ from workers that are linked
         self._waiting_logged = False
         self._unread = UnreadableWarnings()
         self._rated_at = time.monotonic()  # time of the last call of `replicas`
@@ -198,7 +200,7 @@ class Fleet:
         return later | {name: until for name, (_, until) in self._refused.items()}
 
     def _refuse(self, worker: Registration, error: ContractError) -> None:
-        """Leave a worker alone that broke the contract, for longer each time, and say why."""
+        """Leave a worker alone that broke the contract or refuses the Run, for longer each time, and say why."""
         count = self._refused.get(worker.identity, (0, 0.0))[0] + 1
         ready = {each.identity for each in self._workers.ready}
         self._refused = {name: value for name, value in self._refused.items() if name in ready}
@@ -235,8 +237,7 @@ class Fleet:
         try:
             try:
                 limits = await link.open(self._context.core.needed_tiers)
-                linked = [loop.link.info for loop in self.loops.values()]
-                check_same(link.info, linked, self._settings.mixed_numerics)
+                self._check_same(worker, link)
                 replica = self._join(limits)
             except ContractError as error:
                 self._refuse(worker, error)
@@ -261,6 +262,14 @@ class Fleet:
         finally:
             await link.close()
 
+    def _check_same(self, worker: Registration, link: WorkerLink) -> None:
+        try:
+            linked = [loop.link.info for loop in self.loops.values()]
+            check_same(link.info, linked, self._settings.mixed_numerics)
+        except ContractError:
+            self._differing.add(worker.identity)
+            raise
+
     def _join(self, limits: Limits) -> int:
         """Return the number of a new replica. Raises ContractError where its tables do not fit into memory."""
         try:
@@ -278,18 +287,22 @@ class Fleet:
             await loop.run(self._patience.get(worker.id, 1) * limit_s)
         except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
             left = loop.link.drains or loop.is_given_away
-            if isinstance(error, ContractError):
-                self._refuse(worker, error)
+            # A worker of version 1.0 refuses a Run only here.
+            refused = error if isinstance(error, ContractError) else None if loop.answered else refusal(error)
+            if refused is not None:
+                self._refuse(worker, refused)
             elif left:
                 log.info("worker %s left: %s", worker.id, brief(error))
             else:
                 log.warning("worker %s lost: %s", worker.id, brief(error))
-            if not isinstance(error, ContractError):
+            if refused is None:
                 self._context.reports.event("worker_left" if left else "worker_lost", brief(error), worker=worker.id)
             reason = error
         finally:
             del self.loops[worker.id]
             self._count()
+            self._refused = {name: value for name, value in self._refused.items() if name not in self._differing}
+            self._differing.clear()  # from the workers that are left they may not differ
             if loop.answered:
                 self._patience.pop(worker.id, None)
             if isinstance(reason, StepTimeoutError):

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from contextlib import suppress
 
 import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.scheduler.core.types import Limits
-from services.scheduler.workers.contract import check_info
+from services.scheduler.workers.contract import ContractError, check_info
 from services.scheduler.workers.registry import Registration
 from services.scheduler.workers.run_call import RunCall
 from services.scheduler.workers.wire import limits_from_wire
@@ -85,8 +86,9 @@ class WorkerLink:
         """Ask for the size of the worker and say hello.
 
         kept: returns the host tiers that outlived their workers and that sequences need, as of the hello.
-        Raises grpc.aio.AioRpcError when it does not answer, ContractError when its answer is out of bounds,
-        StaleEpochError when it would refuse the Run's epoch.
+        Returns when the worker has begun the Run, if it says so (version 1.1). Raises grpc.aio.AioRpcError,
+        ProtocolError or TimeoutError when it does not answer, ContractError when its answer is out of bounds or it
+        refuses the Run, StaleEpochError when it would refuse the Run's epoch.
         """
         self.info = await self._stub.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_S)
         check_info(self.info, self._model)
@@ -97,9 +99,14 @@ class WorkerLink:
         local = await RunCall.connect(self.info.run_socket) if self.info.run_socket else None
         self._call = local or self._stub.Run()
         hello = worker_pb2.Hello(
-            shard=self._shard, takes_late=True, kept=kept(), version=handshake.version(), token=self._token
-        )
-        await self._write(worker_pb2.Step(epoch=self.epoch, hello=hello))
+            shard=self._shard, takes_late=True, kept=kept(), version=handshake.version(), token=self._token,
+            takes_begun=True,
+        )  # fmt: skip
+        version, first = self.info.version, worker_pb2.Step(epoch=self.epoch, hello=hello)
+        if (version.major, version.minor) > handshake.FIRST:
+            await asyncio.wait_for(self._begin(first), DESCRIBE_S)
+        else:
+            await self._write(first)
         info = self.info
         log.info(
             "worker %s at %s%s: %d slots, %d blocks of %d tokens, %d on the host",
@@ -112,6 +119,19 @@ class WorkerLink:
             info.host_blocks,
         )
         return limits_from_wire(info, self._speculate, self.epoch, self._mixed_numerics)
+
+    async def _begin(self, hello: worker_pb2.Step) -> None:
+        """Send hello, and wait until the worker has accepted it."""
+        try:
+            with suppress(grpc.aio.AioRpcError, ProtocolError):  # the call has ended: the first answer says why
+                await self._write(hello)
+            first = await anext(aiter(self._answers()))
+        except grpc.aio.AioRpcError as error:
+            raise refusal(error) or error from None
+        except StopAsyncIteration:
+            raise ProtocolError(f"the stream of worker {self.worker.id} ended before its Run began") from None
+        if not first.begun:
+            raise ProtocolError(f"worker {self.worker.id} answered hello with something else; update the worker")
 
     async def send(self, step: worker_pb2.Step) -> None:
         """Send a step. Raises AioRpcError, or ProtocolError when the stream has ended."""
@@ -132,9 +152,9 @@ class WorkerLink:
         has_last_step: returns whether such a worker gets one further step.
         Raises AioRpcError, ProtocolError, or StepFailedError at the first step that could not be executed.
         """
-        if self._call is None:
-            raise ProtocolError("results were read before hello")
-        async for result in self._call:
+        async for result in self._answers():
+            if result.begun:
+                continue
             if result.draining:
                 self.drains = True
                 if not self._sent and not has_last_step():
@@ -152,6 +172,11 @@ class WorkerLink:
             yield result
             if self.drains and not self._sent and not has_last_step():
                 return
+
+    def _answers(self) -> AsyncIterable[worker_pb2.Result]:
+        if self._call is None:
+            raise ProtocolError("results were read before hello")
+        return self._call
 
     def waited_s(self) -> float:
         """Return for how long the oldest unanswered step has been at the worker; 0 when there is none."""
@@ -196,6 +221,16 @@ def may_be_caused_by_step(error: BaseException) -> bool:
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() not in NOT_CAUSED_BY_A_STEP and SILENT not in (error.details() or "")
     return isinstance(error, (StepFailedError, ValueError))
+
+
+def refusal(error: BaseException) -> ContractError | None:
+    """Return why a worker refuses a Run, from the error that ended it before the first answer; None for other errors.
+
+    TCP that is off, another version, or a Run that Redis does not give this shard: the next try ends alike.
+    """
+    if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return ContractError(error.details() or "the worker refuses the Run")
+    return None
 
 
 def brief(error: BaseException) -> str:

@@ -53,9 +53,10 @@ IDENTITY_LENGTH = 256
 def identity_of(info: worker_pb2.WorkerInfo) -> str:
     """Return what decides each number of a worker: weights, type and numerics; empty if these are not known.
 
-    One of more than IDENTITY_LENGTH characters is told by its digest: each request's record has it.
+    Each request's record has it, so one of more than IDENTITY_LENGTH characters is a digest. A worker of version 1.0
+    names none and has a hash of samples of its weights: after its update the same weights have another one.
     """
-    if not info.numerics:
+    if not info.numerics or not info.HasField("version"):
         return ""
     text = f"{info.model_hash} {info.dtype} {info.numerics}"
     return text if len(text) <= IDENTITY_LENGTH else hashlib.sha256(text.encode()).hexdigest()

@@ -65,6 +65,10 @@ class RunState:
         self.ended.set()
         self.results.put(None)
 
+    def tell_begun(self) -> None:
+        """Send that the hello is accepted, before all results."""
+        self.results.put(worker_pb2.Result(epoch=self.epoch, begun=True))
+
     def tell_draining(self) -> None:
         """Send it between the results of steps, which go on."""
         self.results.put(worker_pb2.Result(epoch=self.epoch, draining=True))

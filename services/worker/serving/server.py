@@ -198,6 +198,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
                 self._highest_epoch = first.epoch
                 old, run = self._current, RunState(first.epoch, results)
                 self._current = run
+                if first.hello.takes_begun:
+                    run.tell_begun()
                 if self._draining:  # the scheduler took us a moment before we said so
                     run.tell_draining()
         if first.epoch < highest:

@@ -320,6 +320,17 @@ def test_late_hello_of_a_replaced_run_resets_nothing() -> None:
     assert resets == [6]
 
 
+def test_worker_says_that_a_run_has_begun_to_those_that_wait_for_it(server: WorkerServer, channel: Channel) -> None:
+    run = Client(channel, epoch=7, hello=False)
+    run.begin(worker_pb2.Hello(shard="shard-0", takes_begun=True))
+    assert next(run.call) == worker_pb2.Result(epoch=7, begun=True)
+    run.close()
+    server.refusal = lambda *_: "token: why"
+    run = Client(channel, epoch=8, hello=False)
+    run.begin(worker_pb2.Hello(shard="shard-0", takes_begun=True))
+    assert run.ended_with() is grpc.StatusCode.FAILED_PRECONDITION
+
+
 def hello(epoch: int) -> bytes:
     return worker_pb2.Step(epoch=epoch, hello=worker_pb2.Hello(shard="shard-0")).SerializeToString()
 

@@ -36,6 +36,7 @@ def described(**changes: Any) -> worker_pb2.WorkerInfo:
         "id": "good", "identity": "good", "model": SETTINGS.served_model_name, "model_hash": "a1", "dtype": "float32",
         "block_size": 16, "gpu_blocks": 256, "max_seqs": SLOTS, "max_model_len": 256, "max_step_tokens": 64,
         "vocab_size": VOCABULARY, "stages": 1, "numerics": "cpu amx float32 none",
+        "version": worker_pb2.Version(major=1, minor=1),
     }  # fmt: skip
     return worker_pb2.WorkerInfo(**(right | changes))
 
@@ -53,6 +54,8 @@ class ScriptedWorker(Described):
         known, sizes = np.zeros(8192, np.int64), np.zeros(8192, np.int32)
         async for step in requests:
             if step.HasField("hello"):
+                if step.hello.takes_begun and self.info.HasField("version"):
+                    yield worker_pb2.Result(epoch=step.epoch, begun=True)
                 continue
             for enter in step.enters:
                 known[enter.slot] = len(enter.tokens) // 4
@@ -166,6 +169,26 @@ def test_worker_of_unknown_or_allowed_other_numerics_may_join() -> None:
     check_same(other, [good], mixed_numerics=True)
     with pytest.raises(ContractError, match="in a shard of its own, or the scheduler with --mixed-numerics"):
         check_same(other, [good])
+
+
+async def test_stream_of_a_worker_without_version_goes_on_at_its_update() -> None:
+    """Of version 1.0 the hash is one of samples, of 1.1 one of all bytes: for the same weights they differ."""
+    shard, answers = Shard(SETTINGS), iter(range(6))
+
+    def ends(_: worker_pb2.Result) -> None:
+        if next(answers, None) is None:
+            raise RuntimeError("the worker is updated")
+
+    old, new = described(version=None), described(id="new", model_hash="a" * 32)
+    async with serving(ScriptedWorker(old, ends), ScriptedWorker(new)) as records:
+        ask(shard)
+        await shard.fleet.serve(records[0])
+        assert any(record.has_tokens for record in shard.core.records.values())
+        run = asyncio.create_task(shard.fleet.serve(records[1]))
+        await wait_until(lambda: not shard.core.records or bool(shard.core.stranded()) or run.done())
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+    assert_all_right(shard)
 
 
 async def test_stream_of_a_lost_worker_goes_on_at_equal_numerics_alone() -> None:
@@ -343,6 +366,53 @@ async def test_refused_worker_is_left_alone_for_longer_each_time(monkeypatch: py
             await shard.fleet.serve(other)
             waits.append(shard.fleet.not_before()[other.identity] - 1000)
     assert waits == [5, 10, 20, 40, 80, 160, 300, 300]
+
+
+async def test_worker_that_differed_is_taken_when_the_other_one_leaves() -> None:
+    shard, other = Shard(SETTINGS), described(id="bad", block_size=32)
+    async with serving(ScriptedWorker(described()), ScriptedWorker(other)) as (good, bad):
+        run = asyncio.create_task(shard.fleet.serve(good))
+        await wait_until(lambda: bool(shard.fleet.loops))
+        await shard.fleet.serve(bad)
+        assert bad.identity in shard.fleet.not_before()
+        assert_refused(shard, "block_size: '32', and good")
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        assert shard.fleet.not_before().get(bad.identity, 0.0) < time.monotonic() + 1
+        run = asyncio.create_task(shard.fleet.serve(bad))
+        await wait_until(lambda: list(shard.fleet.loops) == ["bad"])
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+
+class RefusingWorker(Described):
+    """Takes no Run. Of version 1.2 it says so before it reads hello, of 1.1 behind it, of 1.0 behind the first step."""
+
+    async def Run(  # noqa: N802 - the name in worker.proto
+        self, requests: AsyncIterator[worker_pb2.Step], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.Result]:
+        if self.info.version.minor > 1:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "token: not that of the lease")
+        async for step in requests:
+            if self.info.HasField("version") or not step.HasField("hello"):
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "token: not that of the lease")
+        yield worker_pb2.Result()  # not reached
+
+
+@pytest.mark.parametrize("minor", [0, 1, 2])
+async def test_worker_that_refuses_the_run_is_left_alone(minor: int) -> None:
+    shard = Shard(SETTINGS)
+    version = worker_pb2.Version(major=1, minor=minor) if minor else None
+    async with serving(RefusingWorker(described(id="bad", version=version))) as (worker,):
+        ask(shard)
+        for _ in range(2):
+            await shard.fleet.serve(worker)
+    assert [(kind, text) for kind, text, _ in shard.events] == [("worker_refused", "token: not that of the lease")] * 2
+    assert shard.fleet.not_before()[worker.identity] > time.monotonic() + 5
+    if minor:
+        assert not shard.linked and not shard.core.replicas, "it was never linked"
+        assert not any(record.started for record in shard.core.records.values())
+    shard.core.check()
 
 
 async def test_worker_that_has_seen_more_than_the_counter_raises_it() -> None:

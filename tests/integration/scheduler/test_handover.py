@@ -231,7 +231,7 @@ async def test_draining_shard_passes_on_what_it_is_given(taker: Taker, shard_0: 
             held.add(item.request.id, item.entry)
 
     some: Any = SimpleNamespace(
-        others=["shard-2"], numerics={"shard-2": ""}, claim_begins=lambda: None, claim_answered=lambda: None
+        others=["shard-2"], identities={"shard-2": ""}, claim_begins=lambda: None, claim_answered=lambda: None
     )  # fmt: skip
     passing: Any = Passing()
     claims = Claims(taker.intake, held, some, passing, some, take, lambda: False, taker.lease_of)
@@ -276,9 +276,9 @@ async def test_rebuild_finds_tokens_that_only_a_gateway_stream_has(taker: Taker,
 
 
 class Giver:
-    """shard-1 with a core that has run requests on a replica of some numerics; ended: by request, why."""
+    """shard-1 with a core that has run requests on a replica of some identity; ended: by request, why."""
 
-    def __init__(self, taker: Taker, names: list[str], numerics: str) -> None:
+    def __init__(self, taker: Taker, names: list[str], identity: str) -> None:
         self.core, self.ended = Scheduler(lookahead=0), dict[str, str]()
         self.entries: dict[str, Entry] = {}
         self.publisher = Publisher(
@@ -288,12 +288,12 @@ class Giver:
             taker.scripts, taker.keys, "shard-1", taker.lease, self.core, self.publisher, self.entries,
             lambda name: self.entries.pop(name, None), self._end,
         )  # fmt: skip
-        self.join(numerics)
+        self.join(identity)
         for name in names:
             self.core.add(NewRequest(name, [np.arange(1, 6, dtype=np.int32)], 20, gateway="g"), 1)
 
-    def join(self, numerics: str) -> int:
-        return self.core.join(Limits(8, 64, 4, 64, 64, identity=numerics))
+    def join(self, identity: str) -> int:
+        return self.core.join(Limits(8, 64, 4, 64, 64, identity=identity))
 
     def step(self) -> None:
         step, outcome = self.core.plan(2, 0)
@@ -321,18 +321,27 @@ async def test_request_with_tokens_is_given_to_equal_numerics_alone(taker: Taker
     await giver.publisher.caught_up()
     assert await taker.redis.hget(taker.keys.req("a"), "numerics") == b"h float32 int8"
     found = {item.request.id: item.request for item in await taker.found()}
-    assert found["b"].numerics == "h float32 int8" and found["b"].outputs[0].tolist() == [7]
+    assert found["b"].identity == "h float32 int8" and found["b"].outputs[0].tolist() == [7]
 
     giver.core.lose(0, 4)
+    await giver.handover.settle_stranded({}, 4.0)
+    assert not giver.core.stranded(), "without any worker all wait"
+    for equal in ("h float32 int8", ""):
+        await giver.handover.settle_stranded({"shard-2": "h float32 none", "shard-3": equal}, 4.0)
+        assert not giver.core.stranded() and len(giver.entries) == 2, "the lost worker may be back before GIVE_S"
     await giver.handover.settle_stranded({"shard-2": "h float32 none"}, 5.0)
-    assert await giver.handover.give({"shard-2": "h float32 none"}) == 0 and not giver.core.stranded()
+    assert await giver.handover.give({"shard-2": "h float32 none"}) == 0
+    assert giver.core.stranded() == dict.fromkeys(names, "h float32 int8"), "without a replica here, too"
     giver.join("h float32 none")
     assert giver.core.stranded() == dict.fromkeys(names, "h float32 int8")
     await giver.handover.settle_stranded({"shard-2": "h float32 none"}, 6.0)
     assert not giver.ended and giver.entries.keys() == set(names)
     assert await giver.handover.give({"shard-2": "h float32 none", "shard-3": "h float32 int8"}, ["a"]) == 1
     assert await taker.redis.hget(taker.keys.req("a"), "shard") == b"shard-3"
-    await giver.handover.settle_stranded({}, 6.0 + STRANDED_S)
+    giver.core.lose(0, 7)
+    await giver.handover.settle_stranded({}, 7.0)
+    giver.join("h float32 none")
+    await giver.handover.settle_stranded({}, 5.0 + STRANDED_S)
     assert giver.ended.keys() == {"b"} and "'h float32 int8', of which none came within 60 s" in giver.ended["b"]
     writing.cancel()
     await asyncio.gather(writing, return_exceptions=True)
@@ -343,4 +352,4 @@ async def test_shards_tell_their_numerics(taker: Taker, shard_0: ScriptedSchedul
     shards = Shards(taker.redis, taker.keys, "shard-1", 1000)
     await taker.redis.hset(taker.keys.shards, "shard-0", "1")
     await shards.look(0.0)
-    assert shards.numerics == {"shard-0": "h float32 int8"}
+    assert shards.identities == {"shard-0": "h float32 int8"}

@@ -79,7 +79,7 @@ async def test_run_of_a_lease_that_was_lost_is_refused(server: RedisServer, clie
     run = await taken(scripts, lease)
     await client.delete(KEYS.lease(SHARD))
     for token, is_known in ((lease.token, False), (lease.token, True), ("", True)):
-        assert "not that of the lease" in registration.refusal(hello(run, token), is_known)
+        assert "has no lease now" in registration.refusal(hello(run, token), is_known)
     follower = await leased(scripts)
     assert "not that of the lease" in registration.refusal(hello(run, lease.token), False)
     later = await taken(scripts, follower)
@@ -91,7 +91,34 @@ async def test_run_of_a_lease_that_was_lost_is_refused(server: RedisServer, clie
     assert registration.refusal(hello(await taken(scripts, again), again.token), False) == ""
 
 
-def test_no_run_begins_while_redis_is_away(server: RedisServer) -> None:
+async def test_lease_of_a_shard_that_has_not_taken_the_worker_is_not_read(
+    server: RedisServer, client: Redis, scripts: Scripts
+) -> None:
+    registration, lease = registered(server), await leased(scripts)
+    await taken(scripts, lease)
+    await client.config_resetstat()
+    assert "to no Run" in registration.refusal(hello(1, "x", shard="s" * 60_000), False)
+    assert "cmdstat_get" not in await client.info("commandstats")
+
+
+async def test_worker_says_once_that_rules_of_redis_are_old(
+    server: RedisServer, client: Redis, scripts: Scripts, caplog: pytest.LogCaptureFixture
+) -> None:
+    registration, lease = registered(server), await leased(scripts)
+    first = hello(await taken(scripts, lease), lease.token)
+    await client.acl_setuser("worker", enabled=True, nopass=True, keys=["*:worker:*"], commands=["+hget", "+get"])
+    settings = WorkerSettings(
+        redis_url=server.url, redis_username="worker", redis_password="x", served_model_name="tiny", worker_id="w"
+    )
+    registration = Registration(settings, {"identity": "a"}, lambda: 0)
+    for _ in range(3):
+        assert "deploy/redis/users.acl; restart Redis" in registration.refusal(first, False)
+    assert [record.message.count("users.acl; restart Redis") for record in caplog.records] == [1]
+    await client.acl_setuser("worker", enabled=True, nopass=True, keys=["*"], commands=["+hget", "+get"])
+    assert registration.refusal(first, False) == ""
+
+
+def test_no_run_begins_while_redis_is_away() -> None:
     url = "redis://127.0.0.1:1/0"
     registration = Registration(WorkerSettings(redis_url=url), {"identity": "a"}, lambda: 0)
     assert "Redis does not say which shard may begin a Run" in registration.refusal(hello(1, "x"), True)

@@ -134,6 +134,7 @@ STALLED: dict[str, tuple[Seen | None, int]] = {
     "a scheduler hangs": (shown(BUSY, leases=frozenset()), 0),
     "a scheduler hangs and its statistic says idle": (shown(IDLE, leases=frozenset()), 3),
     "the same, for another gateway's request": (shown(IDLE, leases=frozenset(), queued=1.0), 0),
+    "another request waits beside stranded ones": (shown({**IDLE, "waiting": 1.0, "stranded": 2.0}), 2),
     "no scheduler ever led": (shown(None), 1),
     "Redis is away": (None, 1),
 }
@@ -142,6 +143,7 @@ WITHOUT_WORK: dict[str, tuple[Seen | None, int]] = {
     "nothing known": (shown(None), 0),
     "Redis is away": (None, 0),
     "parked until a client continues it": (shown({**IDLE, "parked": 2.0}, queued=2.0), 0),
+    "stranded until a worker of its numerics comes": (shown({**IDLE, "stranded": 2.0}), 2),
     "a shard that lost its work to others": (Seen(frozenset({"shard-1"}), {"shard-0": BUSY, "shard-1": IDLE}), 0),
 }
 

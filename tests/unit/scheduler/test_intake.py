@@ -33,7 +33,7 @@ class Queue:
         self.waiting = [f"r{number}" for number in range(WAITING)]
         self.claimed: list[str] = []
         self.held = Holdings()
-        self.shards: Any = SimpleNamespace(others=[], numerics={}, orphans=[], looks=0, pending=0)
+        self.shards: Any = SimpleNamespace(others=[], identities={}, orphans=[], looks=0, pending=0)
         this: Any = self
         self.claims = Claims(this, self.held, self.shards, this, this, self._take, lambda: False, this)
 

@@ -53,6 +53,7 @@ class Placement:
         self.alive: list[Replica] = []
         # Those with a worker that is asked to keep KV, and lost ones with kept KV, while a sequence needs it.
         self.keepers: list[Replica] = []
+        self.elsewhere: frozenset[str] = frozenset()  # identities of other shards' workers; one empty: not known
         self.generation = 0  # number of the current set of replicas
         self.has_roles = False  # whether there are several replicas and any has a role
         self.feeding: set[int] = set()  # prefill replicas with a host tier that another replica can read
@@ -61,11 +62,11 @@ class Placement:
         self.dock = -1  # replica number; -1 means none, until a replica joins that fits or one is assigned
         self._quarantine = QuarantineRule(self)
         self._fits = Fits(self)
-        self._numerics = SameNumerics()
+        self._identity = SameIdentity()
         self._adapter = AdapterNotRefused(self)
         self._role = Role(self)
         self._rules: tuple[Rule, ...] = (
-            self._quarantine, self._fits, self._numerics, self._adapter, OpenPolicy(state), KVReadable(self),
+            self._quarantine, self._fits, self._identity, self._adapter, OpenPolicy(state), KVReadable(self),
             self._role,
         )  # fmt: skip
 
@@ -124,7 +125,7 @@ class Placement:
         found = 0
         for sequence in [s for record in self.confined.values() for s in record.sequences]:
             runs = sequence.state is State.RUNNING and sequence.replica == replica.number
-            fits = self._numerics.allows(replica, sequence) and self._fits.holds(replica, sequence)
+            fits = self._identity.allows(replica, sequence) and self._fits.holds(replica, sequence)
             found += sequence.state is not State.ENDED and (runs or fits)
         return found
 
@@ -134,12 +135,20 @@ class Placement:
 
     def _runs(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether `replica` may run a sequence, whatever its adapter."""
-        rules = self._quarantine, self._fits, self._numerics
+        rules = self._quarantine, self._fits, self._identity
         return all(rule.allows(replica, sequence) for rule in rules)
 
     def strands(self, sequence: Sequence) -> bool:
-        """Return whether all replicas would give a sequence other numbers than those that its tokens are of."""
-        return bool(self.alive) and not any(self._numerics.allows(replica, sequence) for replica in self.alive)
+        """Return whether all replicas would give a sequence other numbers than those that its tokens are of.
+
+        Without a replica here: whether all workers of other shards would.
+        """
+        identity = sequence.record.request.identity
+        if not identity or not sequence.record.has_tokens:
+            return False
+        if not self.alive:
+            return bool(self.elsewhere) and not {"", identity} & self.elsewhere
+        return not any(self._identity.allows(replica, sequence) for replica in self.alive)
 
 
 class OwesStep(Constraint[StepBuilder]):
@@ -214,11 +223,11 @@ class Fits(Rule):
         return len(placement.alive) == 1 or sequence.longest(limits) >= placement.longest(sequence)
 
 
-class SameNumerics(Rule):
+class SameIdentity(Rule):
     """Let a request with tokens go on only where they would have been the same; one without any may run anywhere."""
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
-        before, here = sequence.record.request.numerics, replica.limits.identity
+        before, here = sequence.record.request.identity, replica.limits.identity
         return not before or not here or before == here or not sequence.record.has_tokens
 
 

@@ -45,6 +45,53 @@ def test_requests_with_tokens_wait_for_equal_numerics_and_hide_no_others(policy:
     assert len(house.ended) == 41 and all(finish == [Finish.LENGTH] for finish in house.ended.values())
 
 
+def test_stranded_requests_are_no_queue_before_new_ones() -> None:
+    house = begun(20)
+    house.join(PLAIN)
+    house.steps(40)
+    assert "late" in house.ended and len(house.core.stranded()) == 20
+    stats = house.core.stats()
+    assert stats["waiting"] == stats["queued_tokens"] == stats["behind_low"] == 0
+    assert house.core.waiting_count == 0 and len(house.core.records) == 20
+    house.core.check()
+
+
+@pytest.mark.parametrize("policy", ["orcinus", "vllm", "sarathi:order=fair"])
+def test_stranded_request_leaves_by_every_way(policy: str) -> None:
+    house = begun(8, policy)
+    house.join(PLAIN)
+    names = list(house.core.stranded())
+    for _ in range(3):
+        house.core.park(names[0])
+        house.core.check()
+        assert names[0] not in house.core.stranded()
+        house.core.resume(names[0], house.now)
+    for name in names[1:3]:
+        house.take(house.core.cancel(name, house.now))
+    assert house.core.release(names[3], begun=True)
+    assert house.core.stranded().keys() == {names[0], *names[4:]}
+    assert len(house.core.waiting.held) == len(names) - 3
+    house.core.check()
+    house.lose(0)
+    house.join(INT8)
+    assert not house.core.waiting.held
+    house.core.check()
+
+
+def test_requests_with_tokens_are_stranded_without_a_replica_beside_other_shards() -> None:
+    house = begun(4)
+    for others in ({"int8", "plain"}, {"", "plain"}):
+        house.core.served_elsewhere(frozenset(others))
+        assert not house.core.stranded()
+    house.core.served_elsewhere(frozenset({"plain"}))
+    assert house.core.stranded() == dict.fromkeys((f"r{number}" for number in range(4)), "int8")
+    assert house.core.stats()["waiting"] == 1, "late may run anywhere"
+    house.core.check()
+    house.core.served_elsewhere(frozenset())
+    assert not house.core.stranded() and house.core.stats()["waiting"] == 5
+    house.core.check()
+
+
 def test_requests_go_on_at_equal_unknown_or_allowed_numerics() -> None:
     for limits in (INT8, replace(PLAIN, identity="")):
         house = begun()
@@ -59,26 +106,26 @@ def test_replica_of_other_numerics_beside_takes_only_what_has_no_token() -> None
     house.join(PLAIN)
     house.add_many(12, 4, 30)
     house.steps(3)
-    ran = {name: record.request.numerics for name, record in house.core.records.items() if record.has_tokens}
+    ran = {name: record.request.identity for name, record in house.core.records.items() if record.has_tokens}
     assert set(ran.values()) == {"int8", "plain"}
     for replica in (0, 1):
         house.lose(replica)
         house.join((INT8, PLAIN)[replica])
     house.core.check()
     house.steps(2)
-    assert {name: house.core.records[name].request.numerics for name in ran} == ran
+    assert {name: house.core.records[name].request.identity for name in ran} == ran
     house.finish()
 
 
 def test_restarted_request_keeps_the_numerics_of_its_record() -> None:
     new = request("a", 5, 40, seed=1)
-    new.outputs, new.numerics = [np.array(answer(new, 0, 64)[0][:3], np.int32)], "int8"
-    other = request("b", 5, 4, seed=2, numerics="int8", begun=True)
+    new.outputs, new.identity = [np.array(answer(new, 0, 64)[0][:3], np.int32)], "int8"
+    other = request("b", 5, 4, seed=2, identity="int8", begun=True)
     house = House(Scheduler(lookahead=0), PLAIN)
     house.add(new)
     house.add(other)
-    assert house.core.stranded() == {"a": "int8"} and house.core.numerics("a") == "int8"
-    assert house.core.numerics("b") == "", "it has no token"
+    assert house.core.stranded() == {"a": "int8"} and house.core.identity("a") == "int8"
+    assert house.core.identity("b") == "", "it has no token"
     house.steps(20)
     assert house.ended.keys() == {"b"}
     house.core.park("a")
