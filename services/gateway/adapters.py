@@ -50,6 +50,7 @@ from shared.models.adapters import (
     parse_shapes,
     read_bounded,
 )
+from shared.models.gguf.reader import is_gguf
 from shared.models.hub import repository_of
 from shared.models.model_files import read_json
 from shared.redis_client import WRONG_TYPE, Unreachable, connect
@@ -329,7 +330,8 @@ def _check(folder: Path, max_rank: int, model: Path) -> int:
     if layers := _size(text, "num_hidden_layers", "n_layer"):
         check_layers(modules, layers)
     check_modules(modules, _stored_shapes(model))
-    if config and "quantization_config" not in config:  # quantized weights are in repositories of other names
+    # Quantized weights are in repositories of other names.
+    if config and "quantization_config" not in config and not is_gguf(model):
         check_base(adapter, repository_of(model) or "")
     return max(module.rank for module in modules.values())
 
@@ -351,7 +353,7 @@ def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _config(model: Path) -> dict[str, Any]:
-    """Return config.json; empty where there is none, as beside a GGUF file: the worker compares."""
+    """Return config.json, or what a GGUF file says in its form; empty where it cannot be read: the worker compares."""
     try:
         return read_json(model / "config.json")
     except ModelError:
