@@ -26,7 +26,17 @@ from redis.exceptions import RedisError, ResponseError
 from protos import queue_pb2
 from services.gateway.auth import Caller
 from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
-from services.gateway.delivery.stream import Offer, RequestStream, Row, ends, fill, lacks_tokens, rows_of, take_cached
+from services.gateway.delivery.stream import (
+    Offer,
+    RequestStream,
+    Row,
+    check_logprobs,
+    ends,
+    fill,
+    lacks_tokens,
+    rows_of,
+    take_cached,
+)
 from services.gateway.errors import (
     RETRY,
     ApiError,
@@ -480,7 +490,7 @@ class Dispatcher:
 
         def check(row: Row) -> Row:
             check_tokens(row.tokens, self._vocab_size)
-            stream.check_records(row, self._vocab_size)
+            check_logprobs([(stream, row)], self._vocab_size)
             return row
 
         for _, row in rows:
@@ -715,10 +725,8 @@ class Dispatcher:
         """Route an entry. Return whether a handler has to take rows before more come."""
         batch = decode_batch(fields, self._vocab_size)
         rows = list(rows_of(batch))
-        for request_id, _, row in rows:  # before any is taken
-            stream = self._streams.get(request_id)
-            if stream is not None and (row.logprobs or stream.record_bytes):
-                stream.check_records(row, self._vocab_size)
+        streams = ((self._streams.get(request_id), row) for request_id, _, row in rows)
+        check_logprobs(((stream, row) for stream, row in streams if stream is not None), self._vocab_size)
         return self._route(rows)
 
     def _route(self, rows: list[tuple[str, int, Row]]) -> bool:
