@@ -48,7 +48,6 @@ from shared.models.adapters import (
     open_regular,
     parse_config,
     parse_shapes,
-    read_bounded,
 )
 from shared.models.gguf.reader import is_gguf
 from shared.models.hub import repository_of
@@ -66,7 +65,7 @@ MOST_STORED = 4096
 MOST_TRIES = 64
 """Of a change of the names: each failure is a change by another gateway."""
 PIECE_BYTES = 1 << 20
-INDEX, INDEX_BYTES = "model.safetensors.index.json", 64 << 20
+INDEX = "model.safetensors.index.json"
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -340,16 +339,16 @@ def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of the served model; none where no safetensors lie here: the worker compares."""
     try:
         if (index := model / INDEX).is_file():
-            files = sorted(set(orjson.loads(read_bounded(index.resolve(), INDEX_BYTES))["weight_map"].values()))
+            files = sorted(set(read_json(index)["weight_map"].values()))
         else:
             files = ["model.safetensors"]
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name in files:
             with safe_open(model / Path(name).name, framework="np") as tensors:
-                found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+                shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, ModelError):
         return {}
-    return found
+    return shapes
 
 
 def _config(model: Path) -> dict[str, Any]:

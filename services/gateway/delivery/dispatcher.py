@@ -880,13 +880,13 @@ async def _missing(redis: Redis, keys: Keys, streams: Sequence[RequestStream]) -
             if size := stream.record_bytes:
                 pipe.getrange(keys.logprobs(stream.request_id, choice), size * have, -1)
     replies = iter(await pipe.execute(raise_on_error=False))
-    found: list[Missing | RedisError] = []
+    records: list[Missing | RedisError] = []
     for stream, received in zip(streams, before, strict=True):
         parts = 2 if stream.record_bytes else 1
-        own = [next(replies) for _ in range(1 + parts * len(received))]
-        error = next((each for each in own if isinstance(each, RedisError)), None)
-        found.append(error or (own[0], _rows(stream, received, own[1:])))
-    return found
+        record, *stored = (next(replies) for _ in range(1 + parts * len(received)))
+        error = next((reply for reply in (record, *stored) if isinstance(reply, RedisError)), None)
+        records.append(error or (record, _rows(stream, received, stored)))
+    return records
 
 
 def _rows(stream: RequestStream, before: list[int], stored: list[bytes]) -> list[tuple[int, Row]]:

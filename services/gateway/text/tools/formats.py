@@ -119,8 +119,8 @@ def texts_of(functions: Sequence[Function]) -> tuple[str, ...]:
 
 
 def _properties(schema: dict[str, Any]) -> dict[str, Any]:
-    found = schema.get("properties")
-    return found if isinstance(found, dict) else {}
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
 
 
 def _is_text(schema: Any) -> bool:
