@@ -186,7 +186,9 @@ class GatewaySettings(AdapterSettings):
     tls_cert: Path | None = Field(None, description="certificate chain (PEM) of both ports; SIGHUP reads it again")
     tls_key: Path | None = Field(None, description="the private key of ORCINUS_TLS_CERT")
     ops_names: str = Field(
-        "", description="host names, separated by commas, that ports without a key take beside addresses and localhost"
+        "",
+        description="host names, separated by commas: ports without a key take requests to them, beside addresses and "
+        "localhost, and from pages of them",
     )
     max_connections: int = Field(4096, ge=1, description="open connections per port and process; further ones get 503")
     idle_connection_s: int = Field(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from protos import queue_pb2
-from shared.columns import unpack_list
+from shared.columns import Int32, unpack, unpack_list
 
 LAST_FINISH = 5
 MOST_VOCABULARY = 1 << 24
@@ -25,7 +27,7 @@ def decode_batch(fields: Mapping[bytes, bytes], vocab_size: int = MOST_VOCABULAR
         raise ValueError("token batch: a negative choice, index or count")
     if 4 * sum(counts) != len(batch.tokens):
         raise ValueError(f"token batch: {len(batch.tokens)} bytes of tokens in rows of {sum(counts)}")
-    check_tokens(unpack_list(batch.tokens), vocab_size)
+    check_tokens(unpack(batch.tokens), vocab_size)
     if rows and max(batch.finish) > LAST_FINISH:
         raise ValueError(f"token batch: finish {max(batch.finish)}; at most {LAST_FINISH}")
     drafts = unpack_list(batch.drafts)
@@ -34,8 +36,9 @@ def decode_batch(fields: Mapping[bytes, bytes], vocab_size: int = MOST_VOCABULAR
     return batch
 
 
-def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+def check_tokens(tokens: Int32 | Sequence[int], vocab_size: int) -> None:
     """Raise ValueError for a token outside a vocabulary."""
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        worst = min(tokens) if min(tokens) < 0 else max(tokens)
+    values = np.asarray(tokens, np.int32)
+    if values.size and int(values.view(np.uint32).max()) >= vocab_size:  # a negative one is large
+        worst = int(values.min()) if values.min() < 0 else int(values.max())
         raise ValueError(f"token {worst} is outside the vocabulary of {vocab_size}")

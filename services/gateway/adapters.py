@@ -48,8 +48,8 @@ from shared.models.adapters import (
     open_regular,
     parse_config,
     parse_shapes,
-    read_bounded,
 )
+from shared.models.gguf.reader import is_gguf
 from shared.models.hub import repository_of
 from shared.models.model_files import read_json
 from shared.redis_client import WRONG_TYPE, Unreachable, connect
@@ -65,7 +65,7 @@ MOST_STORED = 4096
 MOST_TRIES = 64
 """Of a change of the names: each failure is a change by another gateway."""
 PIECE_BYTES = 1 << 20
-INDEX, INDEX_BYTES = "model.safetensors.index.json", 64 << 20
+INDEX = "model.safetensors.index.json"
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -329,7 +329,8 @@ def _check(folder: Path, max_rank: int, model: Path) -> int:
     if layers := _size(text, "num_hidden_layers", "n_layer"):
         check_layers(modules, layers)
     check_modules(modules, _stored_shapes(model))
-    if config and "quantization_config" not in config:  # quantized weights are in repositories of other names
+    # Quantized weights are in repositories of other names.
+    if config and "quantization_config" not in config and not is_gguf(model):
         check_base(adapter, repository_of(model) or "")
     return max(module.rank for module in modules.values())
 
@@ -338,20 +339,20 @@ def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of the served model; none where no safetensors lie here: the worker compares."""
     try:
         if (index := model / INDEX).is_file():
-            files = sorted(set(orjson.loads(read_bounded(index.resolve(), INDEX_BYTES))["weight_map"].values()))
+            files = sorted(set(read_json(index)["weight_map"].values()))
         else:
             files = ["model.safetensors"]
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name in files:
             with safe_open(model / Path(name).name, framework="np") as tensors:
-                found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+                shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, ModelError):
         return {}
-    return found
+    return shapes
 
 
 def _config(model: Path) -> dict[str, Any]:
-    """Return config.json; empty where there is none, as beside a GGUF file: the worker compares."""
+    """Return config.json, or what a GGUF file says in its form; empty where it cannot be read: the worker compares."""
     try:
         return read_json(model / "config.json")
     except ModelError:

@@ -491,8 +491,8 @@ class Turns:
     def _next_round(self) -> None:
         now = time.monotonic()
         batch, _ = self._waiting.take(now)
-        for one in batch:
-            one.answer.set_result([])
+        for request in batch:
+            request.answer.set_result(None)
         self._begun = len(batch)
         if not batch:
             self._is_counting = False

@@ -550,8 +550,9 @@ class Line(Backlog[W]):
         self._tenant_share = tenant_share
         self._max_wait_s = max_wait_s
 
-    async def wait(self, arrival: Arrival, **more: Any) -> Any:
-        """Return the answer that a request of `take` is given. more: further fields of its kind.
+    async def wait(self, arrival: Arrival, **fields: Any) -> Any:
+        """Return the answer that a request of `take` is given: what has begun by it, or None, which may still be
+        refused. fields: further ones of its kind.
 
         Raise ApiError(429) where too many wait before it, or it has waited too long.
         """
@@ -559,34 +560,37 @@ class Line(Backlog[W]):
         share = CLASS_SHARES[arrival.priority] * (1 + PLACES_SHARE if arrival.has_place else 1)
         if full := self.full(arrival.tenant, share, tenant_share, arrival.size_bytes):
             raise backlog_full(arrival.priority, full, self._awaited)
-        until, ends_at = math.inf, math.inf
+        limit_at, deadline_at = math.inf, math.inf
         longest_s = self._max_wait_s * CLASS_SHARES[arrival.priority]
         if longest_s and not (arrival.has_place or arrival.may_exist or arrival.sets_its_wait):
-            until = time.monotonic() + longest_s
+            limit_at = time.monotonic() + longest_s
         if arrival.deadline_ms and not arrival.may_exist:
-            ends_at = arrival.started + arrival.deadline_ms / 1000
-        one = self._kind(
+            deadline_at = arrival.started + arrival.deadline_ms / 1000
+        entry = self._kind(
             tenant=arrival.tenant,
             priority=CLASSES.index(arrival.priority),
             size_bytes=arrival.size_bytes,
             survives=False,
             expires_at=math.inf,
             answer=asyncio.get_running_loop().create_future(),
-            **more,
+            **fields,
         )
-        self.put(one)
-        end = min(until, ends_at)
+        self.put(entry)
+        end = min(limit_at, deadline_at)
         try:
             async with asyncio.timeout(None if math.isinf(end) else end - time.monotonic()):
-                return await one.answer
+                return await entry.answer
         except TimeoutError:
-            if ends_at < until:
+            # It may have come in the same turn of the event loop.
+            if not entry.answer.cancelled() and (answer := entry.answer.result()) is not None:
+                return answer
+            if deadline_at < limit_at:
                 raise expired(arrival.deadline_ms) from None
             limit = f"{longest_s:g} s, the limit of class {arrival.priority}"
             text = f"overloaded: waited for {self._awaited} for {limit}; {RETRY}"
             raise ApiError(429, text, code="overloaded", retry_after_s=longest_s) from None
         finally:
-            self.drop(one)
+            self.drop(entry)
 
 
 @dataclass(slots=True, eq=False)
@@ -620,6 +624,7 @@ class TenantThreads:
         """tenant_share, max_wait_s: as of Line. placed: gives a refusal the time of a place."""
         self._pool = ThreadPoolExecutor(THREADS, "texts")
         self._running: dict[Future[Any], str] = {}  # its tenant
+        self._threads_of: Counter[str] = Counter()  # by tenant, of what runs
         self._line: Line[Work] = Line(Work, "a thread for their texts", 1, tenant_share, max_wait_s)
         self._placed = placed
         self._begun_at = 0.0  # the last work
@@ -640,30 +645,34 @@ class TenantThreads:
         return await asyncio.wrap_future(begun)
 
     def _has_thread(self, tenant: str) -> bool:
-        running = Counter(self._running.values())
-        return len(self._running) < THREADS and running[tenant] < TENANT_THREADS
+        return len(self._running) < THREADS and self._threads_of[tenant] < TENANT_THREADS
 
     def _submit(self, tenant: str, function: Callable[[], T]) -> Future[T]:
         """Begin work. Raise RuntimeError where no thread can be started."""
         work = self._pool.submit(function)
         self._running[work] = tenant
+        self._threads_of[tenant] += 1
         self._begun_at = time.monotonic()
         work.add_done_callback(partial(self._ended, asyncio.get_running_loop()))
         return work
 
     def _begin(self) -> None:
         """Give free threads to what waits."""
-        self._running = {work: tenant for work, tenant in self._running.items() if not work.done()}
-        while self._line:
+        for ended in [work for work in self._running if work.done()]:
+            tenant = self._running.pop(ended)
+            self._threads_of[tenant] -= 1
+            if not self._threads_of[tenant]:
+                del self._threads_of[tenant]
+        while self._line and len(self._running) < THREADS:
             batch, _ = self._line.take(now := time.monotonic(), self._has_thread)
             if not batch:
                 return
-            (one,) = batch
+            (next_work,) = batch
             self._line.taken(1, now - self._begun_at)
             try:
-                one.answer.set_result(self._submit(one.tenant, one.function))
+                next_work.answer.set_result(self._submit(next_work.tenant, next_work.function))
             except RuntimeError as error:
-                one.answer.set_exception(error)
+                next_work.answer.set_exception(error)
 
     def _ended(self, loop: asyncio.AbstractEventLoop, _work: Future[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and the process ends

@@ -49,12 +49,12 @@ def examine(values: Values) -> Iterator[Check]:
     build(SchedulerSettings, values)
     yield check_python()
     if in_image():
-        yield check_redis(gateway)
+        yield check_redis(gateway, launcher.run_dir)
         yield check_model(worker.model, worker.load_format)
         return
     yield check_compiler()
     yield from check_tiles()
-    yield check_redis(gateway)
+    yield check_redis(gateway, launcher.run_dir)
     yield from check_gpu(worker.device, worker.model)
     yield from check_ports(gateway, launcher.run_dir)
     yield check_disk(launcher.run_dir)
@@ -114,7 +114,8 @@ def check_tiles() -> list[Check]:
     return [Check("amx", "ok", "tile registers serve bfloat16")]
 
 
-def check_redis(gateway: GatewaySettings) -> Check:
+def check_redis(gateway: GatewaySettings, run_dir: Path) -> Check:
+    """Return one line: does the Redis of the settings answer, or may the server be used that `up` would start?"""
     if "redis_url" in gateway.model_fields_set:
         try:
             version = redis_server.check_server(gateway.redis_url, **gateway.redis_options())
@@ -122,9 +123,11 @@ def check_redis(gateway: GatewaySettings) -> Check:
             fix = "docker compose ps redis" if in_image() else "start that Redis, or unset ORCINUS_REDIS_URL"
             return Check("redis", "fail", str(error), fix)
         return _judged(f"{version} at {without_password(gateway.redis_url)}", version, version.startswith("Valkey"))
-    binary = redis_server.find_binary()
-    if binary is None:
-        return Check("redis", "fail", "no redis-server or valkey-server found", redis_server.missing_binary_message())
+    try:
+        binary = redis_server.binary_for(run_dir)
+    except ConfigurationError as error:
+        problem, _, fix = str(error).rpartition("; ")
+        return Check("redis", "fail", problem, fix)
     text = _output([str(binary), "--version"])
     found = re.search(r"v=(\d+)\.(\d+)\.(\S+)", text)
     if found is None:

@@ -62,7 +62,7 @@ def bundled_binary() -> Path | None:
 
 def missing_binary_message() -> str:
     return (
-        "no Redis found: install one (`sudo apt-get install redis-server`), or set ORCINUS_REDIS_URL to one that runs"
+        "no Redis found; install one (`sudo apt-get install redis-server`), or set ORCINUS_REDIS_URL to one that runs"
     )
 
 
@@ -98,10 +98,10 @@ class LocalRedis:
 def configure(run_dir: Path, memory_bytes: int = 0) -> LocalRedis:
     """Write the configuration of a server with its data in run_dir/redis.
 
-    Raise ConfigurationError when the machine has no Redis binary, or none that reads the data.
+    Raise ConfigurationError as `binary_for`.
     """
     data = run_dir / "redis"
-    binary = _binary_for(data)
+    binary = binary_for(run_dir)
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
     data.chmod(0o700)
     socket_dir = _socket_dir(run_dir)
@@ -180,9 +180,11 @@ def version_text(server: dict[str, Any]) -> str:
     return f"Valkey {server['valkey_version']}" if "valkey_version" in server else str(server["redis_version"])
 
 
-def _binary_for(data: Path) -> Path:
-    """Return a server that reads the data, by the head of the append-only file's base. Raise ConfigurationError."""
-    heads = []
+def binary_for(run_dir: Path) -> Path:
+    """Return the server that the launcher starts: one that reads the data of run_dir/redis, by the head of the
+    append-only file's base. Raise ConfigurationError where this machine has none.
+    """
+    data, heads = run_dir / "redis", []
     for base in data.glob("appendonlydir/*.base.rdb"):
         with base.open("rb") as file:
             heads.append(file.read(len(REDIS_MAGIC) + 4))

@@ -238,8 +238,10 @@ def join_digests(sums: Iterable[bytes]) -> bytes:
     return hashlib.sha256(b"".join(sums)).digest()
 
 
-def read_bounded(path: Path, most: int) -> bytes:
-    """Return the bytes of a regular file. Raise ModelError for one that is missing or has more than `most`."""
+def read_file(path: Path, most: int) -> bytes:
+    """Return the bytes of a file of an adapter. Raise ModelError for one that is missing, a link, or has more than
+    `most`.
+    """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,15 +20,20 @@ from typer.testing import CliRunner
 from deploy import certs, redis_users
 from protos import worker_pb2, worker_pb2_grpc
 from services.cli.app import app
+from services.launcher.redis_server import find_binary
 from shared.settings import DEMO_MODEL
-from tests.support.stack import RedisServer, Stack, redis_binary
+from tests.support.stack import RedisServer, Stack
 from tests.support.waiting import free_port, until
 
 LOOKS_ON = "user looks_on on >looks-on ~* &* +@all\n"
 
 
+BINARY = shutil.which("redis-server") or str(find_binary() or "")
+"""The bundled Valkey was built without TLS."""
+
+
 def redis_knows_tls() -> bool:
-    command = [str(redis_binary()), "--port", "0", "--tls-port", str(free_port())]
+    command = [BINARY, "--port", "0", "--tls-port", str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # ends at once: it has no certificate
     return "Bad directive" not in done.stdout and "Failed finding TLS support" not in done.stdout
 
@@ -39,6 +45,7 @@ class SecuredRedis(RedisServer):
             directory, "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no",
             "--tls-cert-file", str(files / "redis.pem"), "--tls-key-file", str(files / "redis-key.pem"),
             "--tls-ca-cert-file", str(files / "ca.pem"), "--aclfile", str(files / "users.acl"),
+            binary=BINARY,
         )  # fmt: skip
         self.url = f"rediss://localhost:{port}/0"
         self.ca = str(files / "ca.pem")

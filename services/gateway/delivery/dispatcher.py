@@ -1,10 +1,10 @@
 """Talk to Redis for all requests: one task writes and asks, one task reads tokens. No handler awaits Redis.
 
 A handler that is cancelled (its client left) leaves its work to the dispatcher, so no reply is read by the wrong
-request and no cancel is lost. The working task goes round: one job, in the order in which they were handed over, then
-the most urgent new requests of the backlog in one call, then records of silent requests in another, so that no kind
-waits for much of another. Commands about requests (cancel, stop) outlive a Redis that is away; questions and new
-requests fail at once with 503. A job that fails ends alone.
+request and no cancel is lost. The working task goes round: the most urgent new requests of the backlog in one call,
+records of silent requests in another, then jobs in the order in which they were handed over, for as long as those calls
+took and with one question at most, so that no kind waits for much of another. Commands about requests (cancel, stop)
+outlive a Redis that is away; questions and new requests fail at once with 503. A job that fails ends alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ from redis.exceptions import RedisError, ResponseError
 from protos import queue_pb2
 from services.gateway.auth import Caller
 from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
-from services.gateway.delivery.stream import Offer, RequestStream, Row, ends, fill, lacks_tokens, rows_of, take_cached
+from services.gateway.delivery.stream import (
+    Offer,
+    RequestStream,
+    Row,
+    check_logprobs,
+    ends,
+    fill,
+    lacks_tokens,
+    rows_of,
+    take_cached,
+)
 from services.gateway.errors import (
     RETRY,
     ApiError,
@@ -121,7 +131,7 @@ class Retries:
         return list(waiting.values())
 
 
-MOST_JOBS = 4096
+MOST_QUESTIONS = 4096
 ROUND = 64
 """Records read in one round of the working task."""
 SILENT_S = 5.0
@@ -135,6 +145,14 @@ FLUSH_S = 2.0
 """Time for the last commands at a clean stop."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A call, or a few, that the working task makes."""
+
+    run: Callable[[], Awaitable[None]]
+    is_question: bool = False  # a client waits for its answer
 
 
 @dataclass(slots=True, eq=False)
@@ -262,7 +280,8 @@ class Dispatcher:
         self._reader: Redis = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
         self._line = Line(self._reader)
         self.scripts = Scripts(self._redis, metrics.call)
-        self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
+        self._jobs: deque[Job] = deque()
+        self._questions = 0  # among the jobs
         self._answers: set[asyncio.Future[Any]] = set()  # of questions among the jobs
         self._stopping = False
         self._cached: list[tuple[str, int, int]] = []  # request, choice, prompt tokens that the prefix cache had
@@ -471,7 +490,7 @@ class Dispatcher:
 
         def check(row: Row) -> Row:
             check_tokens(row.tokens, self._vocab_size)
-            stream.check_records(row, self._vocab_size)
+            check_logprobs([(stream, row)], self._vocab_size)
             return row
 
         for _, row in rows:
@@ -499,12 +518,25 @@ class Dispatcher:
             if not (self._jobs or self._backlog or self._unread):
                 self._more.clear()
                 await self._more.wait()
-            if self._jobs:
-                await self._attempt(self._jobs.popleft())
+            begin = time.monotonic()
             if self._backlog:
                 await self._attempt(self._enqueue_batch)
             if self._unread:
                 await self._attempt(self._read_batch)
+            await self._run_jobs(time.monotonic() - begin)
+
+    async def _run_jobs(self, share_s: float) -> None:
+        """Run jobs for about so long: at least one if there is any, at most one question, and none that comes now."""
+        end, may_ask = time.monotonic() + share_s, True
+        for _ in range(len(self._jobs)):
+            if self._jobs[0].is_question and not may_ask:
+                return
+            job = self._jobs.popleft()
+            if job.is_question:
+                self._questions, may_ask = self._questions - 1, False
+            await self._attempt(job.run)
+            if time.monotonic() >= end:
+                return
 
     async def _attempt(self, job: Callable[[], Awaitable[None]]) -> None:
         """Run a job; log its failure."""
@@ -518,7 +550,10 @@ class Dispatcher:
         except Exception:
             log.exception("a job for Redis failed")
 
-    def submit(self, job: Callable[[], Awaitable[None]]) -> None:
+    def submit(self, run: Callable[[], Awaitable[None]]) -> None:
+        self._put(Job(run))
+
+    def _put(self, job: Job) -> None:
         self._jobs.append(job)
         self._more.set()
 
@@ -527,8 +562,8 @@ class Dispatcher:
         task.
         """
         self._refuse_new()
-        if len(self._jobs) >= MOST_JOBS:
-            text = f"too many questions: {MOST_JOBS} are waiting for Redis; retry after the time in Retry-After"
+        if self._questions >= MOST_QUESTIONS:
+            text = f"too many questions: {MOST_QUESTIONS} are waiting for Redis; retry after the time in Retry-After"
             raise ApiError(429, text, code="overloaded", retry_after_s=2)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._answers.add(answer)
@@ -554,7 +589,8 @@ class Dispatcher:
                 if not answer.done():
                     answer.set_result(result)
 
-        self.submit(job)
+        self._questions += 1
+        self._put(Job(job, is_question=True))
         return await answer
 
     def _refuse_new(self) -> None:
@@ -689,10 +725,8 @@ class Dispatcher:
         """Route an entry. Return whether a handler has to take rows before more come."""
         batch = decode_batch(fields, self._vocab_size)
         rows = list(rows_of(batch))
-        for request_id, _, row in rows:  # before any is taken
-            stream = self._streams.get(request_id)
-            if stream is not None and (row.logprobs or stream.record_bytes):
-                stream.check_records(row, self._vocab_size)
+        streams = ((self._streams.get(request_id), row) for request_id, _, row in rows)
+        check_logprobs(((stream, row) for stream, row in streams if stream is not None), self._vocab_size)
         return self._route(rows)
 
     def _route(self, rows: list[tuple[str, int, Row]]) -> bool:
@@ -846,13 +880,13 @@ async def _missing(redis: Redis, keys: Keys, streams: Sequence[RequestStream]) -
             if size := stream.record_bytes:
                 pipe.getrange(keys.logprobs(stream.request_id, choice), size * have, -1)
     replies = iter(await pipe.execute(raise_on_error=False))
-    found: list[Missing | RedisError] = []
+    records: list[Missing | RedisError] = []
     for stream, received in zip(streams, before, strict=True):
         parts = 2 if stream.record_bytes else 1
-        own = [next(replies) for _ in range(1 + parts * len(received))]
-        error = next((each for each in own if isinstance(each, RedisError)), None)
-        found.append(error or (own[0], _rows(stream, received, own[1:])))
-    return found
+        record, *stored = (next(replies) for _ in range(1 + parts * len(received)))
+        error = next((reply for reply in (record, *stored) if isinstance(reply, RedisError)), None)
+        records.append(error or (record, _rows(stream, received, stored)))
+    return records
 
 
 def _rows(stream: RequestStream, before: list[int], stored: list[bytes]) -> list[tuple[int, Row]]:

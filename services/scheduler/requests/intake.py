@@ -444,5 +444,5 @@ def _tokens(stored: bytes | None) -> Int32:
     if not stored:
         return EMPTY
     tokens = np.frombuffer(stored[: len(stored) // 4 * 4], dtype="<i4")
-    check_tokens(tokens.tolist(), MOST_VOCABULARY)
+    check_tokens(tokens, MOST_VOCABULARY)
     return tokens

@@ -26,7 +26,7 @@ from shared.models.adapters import (
     join_digests,
     parse_config,
     parse_shapes,
-    read_bounded,
+    read_file,
 )
 
 PREFIX = "base_model.model."
@@ -35,8 +35,8 @@ FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 def read_adapter(folder: Path, digest: bytes, config: DecoderConfig, max_rank: int) -> Adapter:
     """Return the adapter of these files. config: of the whole model. Raise ModelError naming what cannot be served."""
-    stored = read_bounded(folder / CONFIG, CONFIG_BYTES)
-    weights = read_bounded(folder / WEIGHTS, WEIGHTS_BYTES)
+    stored = read_file(folder / CONFIG, CONFIG_BYTES)
+    weights = read_file(folder / WEIGHTS, WEIGHTS_BYTES)
     if join_digests(hashlib.sha256(part).digest() for part in (stored, weights)) != digest:
         raise ModelError("its files are not those that were registered; load the adapter again")
     scales = parse_config(stored)

@@ -15,7 +15,7 @@ from protos import worker_pb2
 from services.worker.engine import Engine
 from services.worker.parallel.state import ParallelState
 from shared.errors import ModelError, ProtocolError
-from shared.models.adapters import STORE, WEIGHTS, read_bounded
+from shared.models.adapters import STORE, WEIGHTS, read_file
 from tests.engine.driver import Driver, make_engine
 from tests.support.checkpoints.adapters import Lora, make_lora, merged, store, unmerged
 from tests.support.checkpoints.models import MIN_GAP, Reference, make_llama
@@ -177,14 +177,14 @@ def test_reading_a_file_takes_its_size_not_its_bound(tmp_path: Path) -> None:
     path.write_bytes(b"0123456789")
     tracemalloc.start()
     try:
-        assert read_bounded(path, 4 << 30) == b"0123456789"
+        assert read_file(path, 4 << 30) == b"0123456789"
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert most < 1 << 20
-    assert read_bounded(path, 10) == b"0123456789"
+    assert read_file(path, 10) == b"0123456789"
     with pytest.raises(ModelError, match="10 bytes, at most 9 are served; use a smaller adapter"):
-        read_bounded(path, 9)
+        read_file(path, 9)
 
 
 @pytest.mark.parametrize("problem", [MemoryError(), RuntimeError("not enough memory"), OSError("gone")])

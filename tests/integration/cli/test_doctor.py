@@ -117,21 +117,32 @@ def test_missing_tools_fail_with_the_command_to_install(tmp_path: Path, monkeypa
     (tmp_path / "clang++").chmod(0o755)
     compiler = doctor.check_compiler()
     assert (compiler.status, compiler.fix) == ("warn", "sudo apt-get install g++")
-    redis = doctor.check_redis(GatewaySettings())
+    redis = doctor.check_redis(GatewaySettings(), tmp_path)
     assert redis.status == "fail" and "apt-get install redis-server" in redis.fix
 
 
 def test_redis_with_known_faults_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.check_redis(GatewaySettings()).status == "ok"  # the bundled one
+    assert doctor.check_redis(GatewaySettings(), tmp_path).status == "ok"  # the bundled one
     monkeypatch.setattr(redis_server, "bundled_binary", lambda: None)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     server = tmp_path / "redis-server"
     for version, status in (("7.4.5", "warn"), ("7.4.6", "ok")):
         server.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=0'\n")
         server.chmod(0o755)
-        line = doctor.check_redis(GatewaySettings())
+        line = doctor.check_redis(GatewaySettings(), tmp_path)
         assert line.status == status and f"{version} ({server})" in line.detail
         assert ("CVE-2025-49844" in line.detail) == (status == "warn")
+
+
+def test_redis_that_cannot_read_the_data_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher starts a server that reads what an earlier one left, whichever it prefers."""
+    base = tmp_path / "redis" / "appendonlydir" / "appendonly.aof.1.base.rdb"
+    base.parent.mkdir(parents=True)
+    base.write_bytes(b"REDIS0012")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    line = doctor.check_redis(GatewaySettings(), tmp_path)
+    assert line.status == "fail" and "written by a newer Redis, which Valkey cannot read" in line.detail
+    assert line.fix == "install redis-server, or move that directory away"
 
 
 def test_image_with_kernels_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from shared.models.adapters import CONFIG, STORE, WEIGHTS, digest_of
 from shared.settings import GatewaySettings
 from shared.tasks import end
 from tests.integration.conftest import add_key
+from tests.support.checkpoints.gguf import write_file
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.launcher import clean_env
@@ -320,6 +321,27 @@ async def test_adapter_of_another_repository_of_the_hub_is_refused(
     finally:
         await adapters.close()
     assert ("based" in adapters.records) is not refused
+
+
+async def test_base_of_a_gguf_model_is_not_compared(settings: GatewaySettings, folder: Path, tmp_path: Path) -> None:
+    """Its repository has the name of the one that converted it."""
+    path = tmp_path / "models--bartowski--Llama-3.2-1B-Instruct-GGUF" / "snapshots" / "abc" / "x.gguf"
+    path.parent.mkdir(parents=True)
+    sizes = {"context_length": 64, "embedding_length": HIDDEN, "block_count": 2, "feed_forward_length": 16}
+    header = {f"llama.{key}": value for key, value in {**sizes, "attention.head_count": 1}.items()}
+    header |= {"general.architecture": "llama", "llama.attention.layer_norm_rms_epsilon": 1e-5}
+    header |= {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.eos_token_id": 1}
+    write_file(path, header, {"token_embd.weight": ("F32", (4, HIDDEN), bytes(4 * HIDDEN * 4))})
+    write(folder / "converted", base_model_name_or_path="meta-llama/Llama-3.2-1B-Instruct")
+    write(folder / "wide", inputs=2 * HIDDEN)
+    adapters = AdapterNames(settings.model_copy(update={"model": path}))
+    try:
+        await adapters.load("converted", "converted", False)
+        with pytest.raises(ApiError, match=f"the served model has hidden size {HIDDEN}"):
+            await adapters.load("wide", "wide", False)
+    finally:
+        await adapters.close()
+    assert list(adapters.records) == ["converted"]
 
 
 def test_name_with_other_characters_is_refused(gateways: list[GatewayProcess], folder: Path) -> None:

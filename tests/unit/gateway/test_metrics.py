@@ -15,9 +15,15 @@ from shared.settings import DEMO_MODEL, GatewaySettings
 from tests.support.generations import spec
 
 STATS = {
-    "shard-0": {"running": "5", "waiting_low": "3", "blocks_total": "100", "blocks_free": "20", "block_size": "16"},
-    "shard-1": {"running": "2", "waiting_high": "1", "blocks_total": "100", "blocks_cached": "40", "block_size": "16"},
-}
+    "shard-0": {
+        "workers": "1", "running": "5", "waiting_low": "3",
+        "blocks_total": "100", "blocks_free": "20", "block_size": "16",
+    },
+    "shard-1": {
+        "running": "2", "waiting_high": "1",
+        "blocks_total": "100", "blocks_cached": "40", "block_size": "16",
+    },
+}  # fmt: skip
 
 
 def exposed(metrics: Metrics) -> dict[str, float]:

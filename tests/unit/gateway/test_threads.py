@@ -9,13 +9,14 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from services.gateway import request
 from services.gateway.errors import ApiError
-from services.gateway.request import ARRIVAL, TENANT_THREADS, THREADS, Arrival, TenantThreads
+from services.gateway.request import ARRIVAL, TENANT_THREADS, THREADS, Arrival, Line, TenantThreads, Waiting
 from tests.support.waiting import wait_until
 
 
@@ -172,6 +173,42 @@ async def test_work_that_waits_too_long_or_past_its_deadline_is_refused(fill: Fi
     assert (await refused(threads, arrival("greedy"))).code == "overloaded"
     late = arrival("greedy", deadline_ms=1, ttft_slo_ms=9)
     assert (await refused(threads, late)).code == "deadline_unreachable"
+
+
+async def test_answer_that_comes_with_the_timeout_is_returned() -> None:
+    """What it stands for has begun: a client that gets 429 sends its request again."""
+    line = Line(Waiting, "a thread", 1, 1.0, 0.0)
+    waiting = asyncio.create_task(line.wait(replace(arrival("a"), started=time.monotonic() - 1, deadline_ms=1)))
+
+    def answer() -> None:
+        ((first,), _) = line.take(time.monotonic())
+        first.answer.set_result("begun")
+
+    asyncio.get_running_loop().call_soon(answer)  # behind the first step of the task, before its timeout
+    async with asyncio.timeout(30):
+        assert await waiting == "begun"
+
+
+async def test_work_is_not_looked_through_while_all_threads_are_taken(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, looks = TenantThreads(), list[float]()
+    tasks = [asyncio.create_task(of_tenant(threads, f"tenant {number}", work)) for number in range(THREADS)]
+    await wait_until(lambda: work.running == THREADS)
+    take = Line.take
+
+    def noted(line: Line[Any], now: float, *rest: Any) -> Any:
+        looks.append(now)
+        return take(line, now, *rest)
+
+    monkeypatch.setattr(Line, "take", noted)
+    tasks += [asyncio.create_task(of_tenant(threads, f"waiting {number}", work)) for number in range(99)]
+    await asyncio.sleep(0)
+    assert not looks
+    work.go.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*tasks)
+    assert work.running == THREADS + 99
 
 
 async def test_refusal_of_work_is_given_a_place(fill: Fill) -> None:

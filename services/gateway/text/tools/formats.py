@@ -119,8 +119,8 @@ def texts_of(functions: Sequence[Function]) -> tuple[str, ...]:
 
 
 def _properties(schema: dict[str, Any]) -> dict[str, Any]:
-    found = schema.get("properties")
-    return found if isinstance(found, dict) else {}
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
 
 
 def _is_text(schema: Any) -> bool:
@@ -282,8 +282,8 @@ def _parameters(function: Function, schema: dict[str, Any]) -> Iterator[tuple[st
     names = {name for name in required or () if isinstance(name, str)}
     definitions = _Definitions(schema)
     for name, value in (properties or {}).items():
-        found = value if isinstance(value, dict) else {}
-        yield name, {**found, **definitions.needed(found), "x-guidance": schema["x-guidance"]}, name in names
+        plain = value if isinstance(value, dict) else {}
+        yield name, {**plain, **definitions.needed(plain), "x-guidance": schema["x-guidance"]}, name in names
 
 
 class _Definitions:
@@ -292,46 +292,45 @@ class _Definitions:
     def __init__(self, schema: dict[str, Any]) -> None:
         groups = ((word, schema[word]) for word in _GROUPS if isinstance(schema.get(word), dict))
         self._all = {(word, name): value for word, group in groups for name, value in group.items()}
+        self._places = {definition: place for place, definition in enumerate(self._all)}
         self._references: dict[tuple[str, str], set[tuple[str, str]]] = {}
 
     def needed(self, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the definitions that a schema refers to, and those that these refer to, by group."""
-        found: dict[tuple[str, str], None] = {}
-        left = self._in(schema)
-        while left:
-            one = left.pop()
-            if one in found:
-                continue
-            found[one] = None
-            if one not in self._references:
-                self._references[one] = self._in(self._all[one])
-            left |= self._references[one]
+        reached: set[tuple[str, str]] = set()
+        unread = self._in(schema)
+        while unread:
+            definition = unread.pop()
+            if definition not in self._references:
+                self._references[definition] = self._in(self._all[definition])
+            reached.add(definition)
+            unread |= self._references[definition] - reached
         groups: dict[str, dict[str, Any]] = {}
-        for word, name in found:
+        for word, name in sorted(reached, key=self._places.__getitem__):  # else each process writes another grammar
             groups.setdefault(word, {})[name] = self._all[word, name]
         return groups
 
     def _in(self, value: Any) -> set[tuple[str, str]]:
         """Return the definitions that a value names; all where a reference is no path to one, as that to an anchor."""
-        found: set[tuple[str, str]] = set()
-        left = [value] if self._all else []
-        while left:
-            one = left.pop()
-            if isinstance(one, list):
-                left += one
-            elif isinstance(one, dict):
-                left += one.values()
+        definitions: set[tuple[str, str]] = set()
+        unread = [value] if self._all else []
+        while unread:
+            part = unread.pop()
+            if isinstance(part, list):
+                unread += part
+            elif isinstance(part, dict):
+                unread += part.values()
                 for word in _REFERENCES:
-                    if isinstance(reference := one.get(word), str):
-                        if (named := _NAMED.match(unquote(reference))) is None:
+                    if isinstance(reference := part.get(word), str):
+                        if (path := _PATH.match(unquote(reference))) is None:
                             return set(self._all)
-                        found.add((named[1], named[2].replace("~1", "/").replace("~0", "~")))
-        return found & self._all.keys()
+                        definitions.add((path[1], path[2].replace("~1", "/").replace("~0", "~")))
+        return definitions & self._all.keys()
 
 
 _GROUPS = ("$defs", "definitions")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_NAMED = re.compile(r"#/(\$defs|definitions)/([^/]*)")
+_PATH = re.compile(r"#/(\$defs|definitions)/([^/]*)")
 
 
 def _wrong(function: Function, field: str, got: Any, wanted: str) -> ApiError:

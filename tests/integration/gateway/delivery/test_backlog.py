@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,65 @@ async def test_new_request_waits_for_one_question_at_most(gateway: Gateway, monk
     await asyncio.gather(*asked)
     assert order.index("enqueue") <= 1
     assert order.count("question") == 100
+
+
+async def test_commands_have_the_time_of_the_calls_beside_them(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of clients that leave at once are heard beside a backlog that is never empty."""
+    order: list[str] = []
+    begun: list[asyncio.Task[Generation]] = []
+    enqueue, now = gateway.dispatcher.scripts.enqueue, time.monotonic()
+    monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def slow_enqueue(keys: Any, arguments: Any) -> Any:
+        nonlocal now
+        order.append("enqueue")
+        now += 3
+        if len(begun) < 4:
+            begun.append(asyncio.create_task(begin(gateway, f"next-{len(begun)}")))
+        return await enqueue(keys, arguments)
+
+    async def command() -> None:
+        nonlocal now
+        order.append("command")
+        now += 1
+
+    async def question() -> None:
+        order.append("question")
+
+    monkeypatch.setattr(gateway.dispatcher.scripts, "enqueue", slow_enqueue)
+    async with Held(gateway):
+        await turns(3)
+        for _ in range(4):
+            gateway.dispatcher.submit(command)
+        asked = [asyncio.create_task(gateway.dispatcher.ask(question)) for _ in range(2)]
+        await turns(3)
+        gateway.dispatcher.submit(command)
+        begun.append(asyncio.create_task(begin(gateway, "first")))
+        await turns(10)
+    await asyncio.gather(*asked)
+    await wait_until(lambda: order.count("enqueue") == 4)
+    for generation in await asyncio.gather(*begun):
+        generation.close()
+    assert order == [
+        "enqueue", "command", "command", "command", "enqueue", "command", "question", "enqueue", "question", "command",
+        "enqueue",
+    ]  # fmt: skip
+
+
+async def test_many_commands_refuse_no_question(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "MOST_QUESTIONS", 2)
+
+    async def nothing() -> None: ...
+
+    async with Held(gateway):
+        for _ in range(9):
+            gateway.dispatcher.submit(nothing)
+        asked = [asyncio.create_task(gateway.dispatcher.ask(nothing)) for _ in range(3)]
+        await turns(3)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert [isinstance(answer, ApiError) and answer.status for answer in answers] == [False, False, 429]
 
 
 async def test_silent_request_in_the_backlog_is_not_taken_for_lost(

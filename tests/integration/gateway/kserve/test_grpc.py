@@ -301,21 +301,19 @@ def test_metadata_names_the_tensors_of_the_model(
 
 
 def test_model_is_ready_while_a_scheduler_leads_a_worker(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, stub: GRPCInferenceServiceStub, redis_server: RedisServer
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, stub: GRPCInferenceServiceStub
 ) -> None:
     def is_ready(name: str) -> bool:
         return bool(stub.ModelReady(kserve.ModelReadyRequest(name=name), metadata=METADATA).ready)
 
-    client, keys = redis_server.client, gateway.keys
-    assert not is_ready(gateway.name)
-    client.zadd(keys.workers, {"worker-0": 1})
-    client.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
+    until("the model is ready", lambda: is_ready(gateway.name))
+    assert not is_ready("gpt")
+    scheduler.stats(workers=0)
     try:
-        until("the worker is seen", lambda: is_ready(gateway.name))
-        assert not is_ready("gpt")
+        until("no worker is linked", lambda: not is_ready(gateway.name))
     finally:
-        client.delete(keys.workers, keys.worker("worker-0"))
-    until("the worker is gone", lambda: not is_ready(gateway.name))
+        scheduler.stats(workers=1)
+    until("the worker is linked again", lambda: is_ready(gateway.name))
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import tracemalloc
 from pathlib import Path
@@ -244,6 +245,15 @@ def test_parameter_gets_the_definitions_that_it_refers_to(
     assert grammar_of(body, model) == grammar, "it compiles"
     named = with_parameters({"properties": {"x": {"$ref": "#mark"}}, "$defs": {"a": {"$anchor": "mark"}}})
     assert "$anchor" in plan_tools(named, model).grammar, "a reference that is no path may mean any of them"
+
+
+def test_definitions_of_a_parameter_keep_their_order(model: ModelText, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar is a key of caches: each process writes the same for the same tools."""
+    names = [f"d{at}" for at in range(16)]
+    definitions = {name: {"$ref": f"#/$defs/d{(at + 5) % 16}"} for at, name in enumerate(names)}
+    monkeypatch.setattr(model, "tool_format", "qwen3-coder")
+    body = with_parameters({"properties": {"x": {"$ref": "#/$defs/d3"}}, "$defs": definitions})
+    assert re.findall(r'"(d\d+)":', plan_tools(body, model).grammar) == names
 
 
 @pytest.mark.parametrize("kind", PAIRED)
