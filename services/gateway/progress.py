@@ -65,7 +65,8 @@ class Progress:
         # Parked requests that never ran are counted as queued; they wait until a client returns. Stranded ones are not:
         # they have run, and wait for a worker of their numerics or for their end.
         waiting = seen.queued - sum(stats.get("parked", 0.0) for stats in seen.stats.values())
-        unfinished -= int(sum(stats.get("stranded", 0.0) for stats in seen.stats.values()))
+        led = [stats for shard, stats in seen.stats.items() if shard in seen.leases or not seen.leases]
+        unfinished -= int(sum(stats.get("stranded", 0.0) for stats in led))
         self._requests.look(unfinished > 0 or waiting > 0, moved, now)
 
     def stalled(self, now: float) -> tuple[float, str]:

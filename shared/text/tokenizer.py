@@ -114,17 +114,19 @@ class Encoders:
         start of a process. twin: of another tokenizer of the model; both together have PROCESSES at work.
         """
         self._is_ready = is_ready
+        self._load_s = PATIENCE * seconds_for(len(source))  # the most that reading the tokenizer may take
         self._all: threading.Semaphore = threading.Semaphore(PROCESSES) if twin is None else twin._all
         self._long: threading.Semaphore = threading.Semaphore(PROCESSES - 1) if twin is None else twin._long
         self._jails = [
             Jail(
                 FAR_END,
                 IDLE.pack(0 if is_ready and at == 0 else IDLE_S) + source.encode(),
-                PATIENCE * seconds_for(len(source)),
+                self._load_s,
                 MOST_ANSWER_BYTES,
             )
             for at in range(PROCESSES)
         ]
+        self._answered = set[int | None]()  # pids of processes that have
         self._busy = set[Jail]()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -158,9 +160,10 @@ class Encoders:
                 with contextlib.suppress(RuntimeError):  # no thread can be started; the next text starts the process
                     threading.Thread(target=self._start, args=(free,), daemon=True).start()
 
-    def pids(self) -> list[int]:
-        """Return the pids of the processes that run."""
-        return [pid for jail in self._jails if (pid := jail.pid) is not None]
+    def pids(self, at_work: bool = False) -> list[int]:
+        """Return the pids of the processes that run; at_work: of those that have a text."""
+        jails = list(self._busy) if at_work else self._jails
+        return [pid for jail in jails if (pid := jail.pid) is not None]
 
     def close(self) -> None:
         """End the processes, for good; texts that they work at fail."""
@@ -174,6 +177,8 @@ class Encoders:
             free = [jail for jail in self._jails if jail not in self._busy]
             jail = next((jail for jail in free if jail.pid is not None), free[0])
             self._busy.add(jail)
+            if jail.pid not in self._answered:  # it may still read the tokenizer
+                timeout_s += self._load_s
         self.make_ready()
         try:
             if self._is_closed:
@@ -183,10 +188,11 @@ class Encoders:
             except JailError as error:
                 if error.signal != signal.SIGKILL or self._is_closed:
                     raise
-            return jail.ask(question, timeout_s)
+            return jail.ask(question, timeout_s + self._load_s)
         finally:
             with self._lock:
                 self._busy.remove(jail)
+                self._answered = {*self._answered, jail.pid}.intersection(each.pid for each in self._jails)
             if self._is_closed:
                 jail.close()
             self.make_ready()

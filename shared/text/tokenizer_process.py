@@ -55,6 +55,7 @@ def main() -> int:
             seconds, special, is_pair, end = QUESTION.unpack_from(question)
             end += QUESTION.size
             texts = [part.decode("utf-8", "surrogatepass") for part in (question[QUESTION.size : end], question[end:])]
+            ids: list[int] = []
             signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
                 ids, segment = encoded(tokenizer, texts[0], texts[1] if is_pair else None, special)
@@ -66,7 +67,7 @@ def main() -> int:
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(answer)
             if max(len(question), len(answer)) > KEPT_BYTES:
-                del question, texts, answer
+                del question, texts, answer, ids
                 trim()
     return 0
 

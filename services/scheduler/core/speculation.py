@@ -27,7 +27,7 @@ from services.scheduler.core.ngrams import (
     Places,
     room_for_texts,
 )
-from services.scheduler.core.policy.step_time import StepTime
+from services.scheduler.core.policy.step_time import UNBOUNDED, StepTime
 from services.scheduler.core.table import NEVER, SlotTable, ramp
 from services.scheduler.core.types import NO_ROWS, Int32, Limits, NewRequest, Rows
 
@@ -225,6 +225,8 @@ class Speculation:
     def drafts(self, rows: Rows, tokens_left: int, blocks_left: int, context: int, prompts: int = 0) -> Drafts | None:
         """Return drafts for a step of `rows`, their own tokens planned; see propose()."""
         found = self.propose(rows, tokens_left, blocks_left, context, prompts=prompts)
+        if self._waited.size and prompts:  # which may have left no room
+            self._waited = NO_ROWS
         if self._waited.size:
             wrong = self._waited if found is None else np.setdiff1d(self._waited, found.rows)
             self._share[wrong] *= 1 - SHARE_RATE  # their first draft was, or they have ended
@@ -444,14 +446,16 @@ class Speculation:
         return max(draft_ns * rows / max(step_ns, 1.0), 0.02)
 
     def _affordable(self, rows: Rows, context: int) -> int:
-        """Return the draft tokens beside `rows` with which no declared limit of the time between tokens is passed."""
+        """Return the tokens of prompts and drafts beside `rows` with which no declared limit of the time between tokens
+        is passed; UNBOUNDED without one.
+        """
         table = self._table
         if not table.limited:
-            return self._limits.max_drafts
+            return UNBOUNDED
         limits = table.tbt_slo_ns[rows]
         limits = limits[limits > 0]
         if not limits.size:
-            return self._limits.max_drafts
+            return UNBOUNDED
         return self._model.largest(self._model.kept(float(limits.min())), rows.size, context, context // rows.size)
 
     def _begin(self, rows: Rows) -> None:

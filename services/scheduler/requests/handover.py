@@ -22,6 +22,8 @@ from shared.redis_client import Scripts, Value, persist
 log = logging.getLogger("orcinus.scheduler")
 
 STRANDED_S = 60.0
+STRANDED_ALONE_S = 600.0
+"""The same in a shard without a worker: its own may be loading again."""
 """Time for which a request with tokens waits for workers of equal numerics while others could run it."""
 WRONG_NUMERICS = (
     "numerics: its tokens are of workers with {!r}, of which none came within {:.0f} s; send the request again, or "
@@ -94,7 +96,7 @@ class RequestHandover:
     async def settle_stranded(self, shards: Mapping[str, str], now_s: float) -> None:
         """Give requests with tokens of other numerics than those of this shard's workers to a shard that has these.
 
-        After STRANDED_S without one they end with an error. shards: as of `give`.
+        After STRANDED_S without one, or STRANDED_ALONE_S, they end with an error. shards: as of `give`.
         """
         self._core.served_elsewhere(frozenset(shards.values()))
         stranded = self._core.stranded()
@@ -105,9 +107,10 @@ class RequestHandover:
         self._stranded = dict.fromkeys(stranded, now_s) | before
         if stranded and shards:
             await self.give(shards, stranded)
+        most_s = STRANDED_S if self._core.alive else STRANDED_ALONE_S
         for name, since in list(self._stranded.items()):
-            if now_s - since >= STRANDED_S and name in stranded and name in self._entries:
-                self._end(name, Finish.ERROR, WRONG_NUMERICS.format(stranded[name], STRANDED_S))
+            if now_s - since >= most_s and name in stranded and name in self._entries:
+                self._end(name, Finish.ERROR, WRONG_NUMERICS.format(stranded[name], most_s))
 
     async def take_from(self, orphan: str, lease: Lease, intake: Intake) -> None:
         """Empty the pending list of a shard without a scheduler: return unstarted requests to the queue, and take the

@@ -282,6 +282,7 @@ class Fleet:
 
     async def _run(self, worker: Registration, loop: WorkerLoop) -> None:
         reason: Exception | None = None
+        refused: ContractError | None = None
         limit_s = max(self._settings.watchdog_s, 10 * loop.link.info.largest_step_ms / 1000)
         try:
             await loop.run(self._patience.get(worker.id, 1) * limit_s)
@@ -305,6 +306,8 @@ class Fleet:
             self._differing.clear()  # from the workers that are left they may not differ
             if loop.answered:
                 self._patience.pop(worker.id, None)
+                if refused is None:
+                    self._refused.pop(worker.identity, None)
             if isinstance(reason, StepTimeoutError):
                 self._patience[worker.id] = min(2 * self._patience.get(worker.id, 1), MAX_PATIENCE)
             self.lose(worker, loop.replica, loop.in_flight, reason)

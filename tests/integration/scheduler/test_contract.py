@@ -171,6 +171,13 @@ def test_worker_of_unknown_or_allowed_other_numerics_may_join() -> None:
         check_same(other, [good])
 
 
+def test_worker_that_is_updated_joins_those_of_the_version_before() -> None:
+    """Of version 1.0 the hash is one of samples, of 1.1 one of all bytes: it says nothing between them."""
+    check_same(described(id="new", model_hash="a" * 32), [described(version=None)])
+    with pytest.raises(ContractError, match="model_hash: "):
+        check_same(described(id="new", model_hash="a" * 32), [described()])
+
+
 async def test_stream_of_a_worker_without_version_goes_on_at_its_update() -> None:
     """Of version 1.0 the hash is one of samples, of 1.1 one of all bytes: for the same weights they differ."""
     shard, answers = Shard(SETTINGS), iter(range(6))

@@ -80,6 +80,7 @@ def test_long_texts_leave_a_process_to_short_ones(load: Load, threads: ThreadPoo
     with contextlib.closing(twin.encoders):
         with stopped(begun(loaded)):
             long = [threads.submit(one.encode, LONG) for one in (loaded, loaded, loaded, twin)]
+            until("one has a long text", lambda: loaded.encoders.pids(at_work=True))
             until("a next process is there", lambda: len(loaded.encoders.pids()) == 2)
             assert loaded.encode("hello") == ids(loaded, "hello")
             assert not any(one.done() for one in long) and not twin.encoders.pids()

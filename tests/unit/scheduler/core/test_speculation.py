@@ -261,12 +261,16 @@ def test_guess_that_was_right_and_had_no_mask_does_not_count_as_wrong() -> None:
     assert drafts.counts[0] >= first.counts[0]
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_guesses_take_what_prompts_leave_of_a_limit_of_the_time_between_tokens(waits: bool) -> None:
+@pytest.mark.parametrize(
+    ("waits", "limit_ms", "drafts"), [(False, 5, True), (True, 5, False), (True, 50, True), (True, 0, True)]
+)
+def test_guesses_take_what_prompts_leave_of_a_limit_of_the_time_between_tokens(
+    waits: bool, limit_ms: int, drafts: bool
+) -> None:
     limits = Limits(8, 4000, 4, 1500, 2048, max_drafts=64)
     h = House(Scheduler("orcinus", lookahead=0), limits)
     for number in range(3):
-        new = request(f"r{number}", 4, 500, tbt_slo_ns=5 * MS)
+        new = request(f"r{number}", 4, 500, tbt_slo_ns=limit_ms * MS)
         new.prompts = [np.tile(ids(1, 2, 3, 4), 6)]
         h.add(new)
     h.step()
@@ -278,9 +282,21 @@ def test_guesses_take_what_prompts_leave_of_a_limit_of_the_time_between_tokens(w
     if waits:
         h.add(request("p", 900, 5))
     step, _ = h.core.plan(h.now)
-    assert step is not None and model.predict(int(step.chunk_lengths.sum())) < 5 * MS
-    assert (step.prefill_tokens > 0) == waits
-    assert step.drafts.size > 0 or waits
+    assert step is not None
+    assert not limit_ms or model.predict(int(step.chunk_lengths.sum())) < limit_ms * MS
+    assert (step.prefill_tokens > 0, step.drafts.size > 0) == (waits, drafts)
+
+
+def test_guesses_that_prompts_leave_no_room_for_are_not_taken_for_wrong() -> None:
+    table, _ = running(1, LIMITS)
+    made, row = Speculation(table, LIMITS, measured(), History()), np.array([0])
+    before = made.propose(row, 1000, 1000, 25)
+    assert before is not None and made.worth_waiting(row, 1000, 25)
+    table.tokens[0, table.applied[0]], table.applied[0] = 2, table.applied[0] + 1
+    assert made.drafts(row, 0, 1000, 26, prompts=1000) is None
+    after = made.propose(row, 1000, 1000, 26)
+    assert after is not None and after.counts[0] >= before.counts[0] - 1
+    assert made.worth_waiting(row, 1000, 26)
 
 
 def test_fairness_charges_guesses_whether_they_are_right_or_not() -> None:
