@@ -501,7 +501,10 @@ class Engine:
                 f"the step has {tokens} tokens, this worker takes at most {self.settings.max_step_tokens}"
             )
         if chunks.guesses.size > MAX_DRAFTS:
-            raise ProtocolError(f"drafts: the step has {chunks.guesses.size}, this worker takes at most {MAX_DRAFTS}")
+            raise ProtocolError(
+                f"drafts: the step has {chunks.guesses.size}, this worker takes at most {MAX_DRAFTS}; plan as many as "
+                f"max_drafts of its Describe says"
+            )
         inflight = InFlightStep(
             epoch=step.epoch,
             id=step.id,

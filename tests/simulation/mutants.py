@@ -125,7 +125,7 @@ MUTANTS: dict[str, Plant] = {
     "epoch-not-risen": _script("lib", "redis.call('SET', counter, epoch)", "redis.call('SET', counter, 0)"),
     "epoch-by-counter": _script("lib", "math.max(counted, now, least)", "math.max(counted, least)"),
     "lost-entry-counted-back": _script("drop", "if existed and ", "if "),
-    "job-without-wake": _code(Dispatcher, "submit", "self._more.set()", ""),
+    "job-without-wake": _code(Dispatcher, "_put", "self._more.set()", "pass"),
     "command-lost-in-outage": _code(Dispatcher, "_put_command", "self._retries.keep(command)", ""),
     "refill-not-copied": _code(dispatcher, "_missing", "list(stream.received)", "stream.received"),
     "refill-repeats": _code(dispatcher, "_missing", "4 * have, -1", "0, -1"),
