@@ -24,17 +24,18 @@ def version() -> worker_pb2.Version:
     return worker_pb2.Version(major=VERSION[0], minor=VERSION[1])
 
 
-def wrong_version(theirs: worker_pb2.Version | None, who: str, here: str) -> str:
-    """Return why a peer is refused; empty where it is at most one minor version away. theirs: None where it names none;
-    who, here: the peer and this process.
+def wrong_version(theirs: worker_pb2.Version | None, peer: str, here: str) -> str:
+    """Return why a peer is refused; empty where it is at most one minor version away.
+
+    theirs: the version of the peer, None where it names none. peer, here: names of the peer and of this process.
     """
     major, minor = FIRST if theirs is None else (theirs.major, theirs.minor)
     if major == VERSION[0] and abs(minor - VERSION[1]) <= 1:
         return ""
-    older = who if (major, minor) < VERSION else here
+    older = peer if (major, minor) < VERSION else here
     return (
-        f"version: {who} speaks {major}.{minor} of worker.proto and {here} {VERSION[0]}.{VERSION[1]}, which may be one "
-        f"minor version apart; update {older}"
+        f"version: {peer} speaks {major}.{minor} of worker.proto and {here} {VERSION[0]}.{VERSION[1]}, which may be "
+        f"one minor version apart; update {older}"
     )
 
 

@@ -111,7 +111,9 @@ class IdleDevice(Device):
         return False
 
     def cut(self, call: Callable[[], object]) -> None:
-        raise NotImplementedError("an idle device is one of one rank: it has nothing to exchange")
+        raise RuntimeError(
+            "cut: the idle device stands for one GPU, and nothing is exchanged; measure without --tp and --pp"
+        )
 
     def free_bytes(self) -> tuple[int, int]:
         return 1 << 40, 1 << 40
@@ -150,7 +152,7 @@ def measured(layers: int = LAYERS, steps: int = STEPS) -> list[dict[str, Any]]:
 
 
 def batch_of(decodes: int, rows: int, blocks: int) -> Batch:
-    """Return sequences of CONTEXT tokens that decode, and a chunk of so many rows, each with `blocks` of its own."""
+    """Return decoding sequences of CONTEXT tokens and one prompt chunk. Each of them has its own `blocks`."""
     lengths = np.array([1] * decodes + [rows] * bool(rows), np.int32)
     context = np.full(len(lengths), CONTEXT, np.int32)
     query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -179,7 +179,7 @@ def _attention(
         starts, context = ([0, PROMPT], [PROMPT]) if prefills else (range(SEQUENCES + 1), [CONTEXT] * SEQUENCES)
         plan = planner.plan(np.array(starts, np.int32), np.array(context, np.int32))
         items = kv_heads * len(plan.prefill if prefills else plan.decode)
-        return min(processors, items) if has_wgmma else items  # whose blocks go from item to item
+        return min(processors, items) if has_wgmma else items  # a block of the wgmma kernel computes several items
 
     return Kernel(
         block,

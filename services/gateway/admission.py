@@ -788,8 +788,10 @@ class Admission:
         return refusal
 
     def _placed_arrival(self, refusal: ApiError, arrival: Arrival) -> ApiError:
-        """Return the refusal of a request that was not checked yet. One that may exist is perhaps no new work, and one
-        without content, as to tokenize a text, is none for the queue: they come again as soon as there is room.
+        """Return the refusal of a request that was not checked yet.
+
+        Two kinds get no place and may come again as soon as there is room: requests that may exist already, as they may
+        be no new work, and those without content (as to tokenize a text), as they do not enter the queue.
         """
         is_new = arrival.content and not arrival.may_exist
         return self._placed(refusal, arrival.content, arrival) if is_new else refusal
