@@ -20,9 +20,8 @@ import grpc
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
 from services.worker.serving.pipeline import OVER, Item, Pipeline, RunState
-from services.worker.serving.server import OPTIONS
+from services.worker.serving.server import OPTIONS, bind
 from services.worker.watchdog import end_process
-from shared.errors import ConfigurationError
 
 log = logging.getLogger("orcinus.worker")
 
@@ -50,14 +49,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         self._results: queue.SimpleQueue[worker_pb2.Result | None] = queue.SimpleQueue()
         self._server = grpc.server(ThreadPoolExecutor(4, "grpc"), options=OPTIONS)
         worker_pb2_grpc.add_RankServicer_to_server(self, self._server)
-        try:
-            bind = self._server.add_insecure_port
-            port = self._server.add_secure_port(listen, credentials) if credentials else bind(listen)
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"cannot listen on {listen} (--rank-listen): the port is in use or the address is not this machine's"
-            ) from error
-        self.address = f"{listen.rpartition(':')[0]}:{port}"
+        self.address = bind(self._server, "--rank-listen", listen, credentials)
         self._server.start()
 
     def serve(self, engine: Engine, begun: Callable[[], None] = lambda: None) -> None:

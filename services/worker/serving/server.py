@@ -72,7 +72,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._is_mutual = credentials is not None
-        self.address = self._bind(listen, credentials)
+        self.address = bind(self._server, "--listen", listen, credentials)
         self._local = self._local_server() if run_socket else None
         self._server.start()
 
@@ -157,17 +157,6 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         if run.replaced_by is not None:
             context.abort(grpc.StatusCode.ABORTED, f"replaced by a Run of epoch {run.replaced_by}")
 
-    def _bind(self, listen: str, credentials: grpc.ServerCredentials | None) -> str:
-        """Return host:port as it can be dialled."""
-        try:
-            bind = self._server.add_insecure_port
-            port = self._server.add_secure_port(listen, credentials) if credentials else bind(listen)
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"cannot listen on {listen} (--listen): the port is in use or the address is not this machine's"
-            ) from error
-        return f"{listen.rpartition(':')[0]}:{port}"
-
     def _local_server(self) -> RunServer | None:
         try:
             return RunServer(partial(self._begin, is_known=True), self._read)
@@ -224,3 +213,15 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             log.debug("the requests of epoch %d broke off", run.epoch, exc_info=True)
         finally:
             self._pipeline.over(run)
+
+
+def bind(server: grpc.Server, option: str, listen: str, credentials: grpc.ServerCredentials | None) -> str:
+    """Let a server listen; return host:port as it can be dialled. Raise ConfigurationError that names the option."""
+    try:
+        insecure = server.add_insecure_port
+        port = server.add_secure_port(listen, credentials) if credentials else insecure(listen)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"cannot listen on {listen} ({option}): the port is in use or the address is not this machine's"
+        ) from error
+    return f"{listen.rpartition(':')[0]}:{port}"
