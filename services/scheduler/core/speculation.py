@@ -35,6 +35,7 @@ MAX_ROW_DRAFTS = 16  # drafts of one row in a step
 MAX_TENANTS = 64  # with outputs kept: those with the outputs that ended last
 TENANT_TOKENS = 16_384  # kept of one tenant, with a GAP behind each output
 MIN_GAIN = 1.05  # tokens a second with drafts, over those without, from which they are worth a try
+MIN_TENANT_GAIN = 0.9  # the same of each tenant, where several share the steps
 ALONE_NS = 1_000_000.0  # between two steps of which the second is planned behind the answer to the first; then learnt
 AHEAD_NS = 200_000.0  # between two steps when the second was sent before that
 MAX_DELAY_NS = 20e6  # of both; more is a pause of the machine
@@ -47,7 +48,9 @@ MAX_SHARES = 4096  # tenants of which a share is kept: those that were served la
 MIN_SHARE, MAX_SHARE = 0.01, 0.98  # no share is taken to be less, or more
 RECOVERY_RATE = 0.01  # a row that does without forced drafts: their share moves back to FORCED_SHARE by so much a step
 WATCH = np.array([4, 4, 16])  # looks for drafts from one look at a row that is trusted too little to the next
-MAX_PAUSE = 16  # tokens that a row without a match gets at most before the next search
+MAX_PAUSE = 16  # tokens that a row without a match gets at most before the next search; steps between looks in vain
+PATIENCE = 4  # looks in vain for each one that is left out behind the next
+TRUSTED_SHARE = 0.5  # share from which a row that begins ends a pause of the looks
 
 _DRAFTS: npt.NDArray[np.float64] = np.arange(1.0, MAX_ROW_DRAFTS + 1)  # of a row
 _AHEAD: npt.NDArray[np.int64] = np.arange(MAX_ROW_DRAFTS + 1)
@@ -214,8 +217,8 @@ class Speculation:
         self._looks = 0
         self._watches: npt.NDArray[np.int64] = np.zeros(slots, np.int64)  # of a row that is trusted too little
         self._watch_at: npt.NDArray[np.int64] = np.zeros(slots, np.int64)  # the look from which on the next one is due
-        self._patience = 0  # looks of worth_waiting that are left out
-        self._failures = 0
+        self._pause = 0  # looks that are left out
+        self._in_vain = 0  # looks of late that led to no draft
 
     @property
     def possible(self) -> bool:
@@ -223,16 +226,16 @@ class Speculation:
         return self._limits.max_drafts > 0
 
     def drafts(self, rows: Rows, tokens_left: int, blocks_left: int, context: int, prompts: int = 0) -> Drafts | None:
-        """Return drafts for a step of `rows`, their own tokens planned; see propose()."""
+        """Return drafts for a step of `rows`, their own tokens planned, unless looks pause; see propose()."""
+        waited, self._waited = self._waited, NO_ROWS
+        if not waited.size and self._pauses(rows):
+            return None
         found = self.propose(rows, tokens_left, blocks_left, context, prompts=prompts)
-        if self._waited.size and prompts:  # which may have left no room
-            self._waited = NO_ROWS
-        if self._waited.size:
-            wrong = self._waited if found is None else np.setdiff1d(self._waited, found.rows)
-            self._share[wrong] *= 1 - SHARE_RATE  # their first draft was, or they have ended
-            self._failures = 0 if found is not None else min(self._failures + 1, 6)
-            self._patience = (1 << self._failures) - 1
-            self._waited = NO_ROWS
+        if found is None and prompts:  # which may have left no room
+            return None
+        wrong = waited if found is None else np.setdiff1d(waited, found.rows)
+        self._share[wrong] *= 1 - SHARE_RATE  # their first draft was, or they have ended
+        self._pause_after(found, waited.size > 0)
         return found
 
     def propose(
@@ -287,35 +290,54 @@ class Speculation:
         unanswered = table.unanswered[rows] if waiting else np.zeros(rows.size, np.int32)
         if waiting:
             counts[counts <= unanswered] = 0
-        counts = self._within(rows, level(counts, room), blocks_left)
+        plain_ns = step_ns + min(self._ahead_ns, self._alone_ns)
+        base_ns = step_ns + self._alone_ns
+        if waiting:
+            base_ns += max(self._alone_ns - self._ahead_ns, 0.0)
+        counts = level(counts, room)
+        if (slowest := self._slowest(every, rows, counts, unanswered, chances)) < UNBOUNDED:
+            counts = level(counts, int(max(slowest * plain_ns / MIN_TENANT_GAIN - base_ns, 0.0) / max(draft_ns, 1.0)))
+        counts = self._within(rows, counts, blocks_left)
         some = counts > unanswered
         if not some.all():
             rows, counts = rows[some], counts[some]
             unanswered, chances = unanswered[some], chances[some]
             if not rows.size:
                 return None
-        drafts = _AHEAD[:-1] < counts[:, None]
-        gains = drafts & (_AHEAD[:-1] >= unanswered[:, None]) if waiting else drafts
-        likely = np.exp(chances[gains])
-        expected = float(likely.sum())
-        plain = step_ns + min(self._ahead_ns, self._alone_ns)
-        took = step_ns + draft_ns * likely.size + self._alone_ns  # the answer brings tokens without a row
-        if waiting:
-            took += max(self._alone_ns - self._ahead_ns, 0.0)
-        if (total + expected) * plain < MIN_GAIN * total * took:
+        gains = self._gains(counts, unanswered)  # the answer brings tokens without a row
+        expected = float(np.exp(chances[gains]).sum())
+        if (total + expected) * plain_ns < MIN_GAIN * total * (base_ns + draft_ns * np.count_nonzero(gains)):
             return None
-        return Drafts(rows, counts, self._follows_from[rows, self._at[rows], :-1][drafts])
+        return Drafts(rows, counts, self._follows_from[rows, self._at[rows], :-1][_AHEAD[:-1] < counts[:, None]])
+
+    @staticmethod
+    def _gains(counts: Int32, unanswered: Int32) -> npt.NDArray[np.bool_]:
+        """Return [k, MAX_ROW_DRAFTS] which drafts of rows bring a token that no answer brings already."""
+        return (_AHEAD[:-1] < counts[:, None]) & (_AHEAD[:-1] >= unanswered[:, None])
+
+    def _slowest(self, every: Rows | slice, rows: Rows, counts: Int32, unanswered: Int32, chances: Float32) -> float:
+        """Return the mean tokens of a row in this step, of the tenant with the fewest; UNBOUNDED of one tenant.
+
+        every: all rows of the step; rows, [k]: those with counts[i] drafts.
+        """
+        tenants = self._table.tenant[every]
+        if (tenants == tenants[0]).all():
+            return UNBOUNDED
+        drafted = np.zeros(self._table.slots)
+        drafted[rows] = (np.exp(chances) * self._gains(counts, unanswered)).sum(axis=1)
+        _, each = np.unique(tenants, return_inverse=True)
+        return 1.0 + float((np.bincount(each, drafted[every]) / np.bincount(each)).min())
 
     def worth_waiting(self, rows: Rows, tokens_left: int, context: int) -> bool:
         """Return whether `rows`, some with a step unanswered, should have drafts behind its answer and no step now.
 
-        If the answer is another than the drafts say, the device has waited for nothing; so the next such look waits.
+        If the answer is another than the drafts say, the device has waited for nothing; then looks pause.
         """
-        if self._patience:
-            self._patience -= 1
+        if self._pauses(rows):
             return False
         drafts = self.propose(rows, tokens_left, self._limits.blocks, context, waiting=True)
         if drafts is None:
+            self._pause_after(None)
             return False
         self._waited = drafts.rows
         return True
@@ -368,7 +390,7 @@ class Speculation:
         if (new := self._seen[rows] != self._table.generation[rows]).any():
             self._begin(rows[new])
         self._advance(rows)
-        self._has_forced = True
+        self._has_forced, self._pause = True, 0
         starts, right = np.cumsum(counts) - counts, self._forced_share[rows]
         if (worse := right < np.minimum(self._share[rows], INITIAL_SHARE)).any():
             self._trust_forced(rows[worse])
@@ -397,6 +419,32 @@ class Speculation:
         self._judge(rows, np.zeros(rows.size, np.int32), np.ones(rows.size, np.int32))
         self._size[rows] = self._at[rows] = self._forced[rows] = 0
         self._next[rows] = self._table.applied[rows] + 1
+
+    def _pauses(self, rows: Rows) -> bool:
+        """Return whether this look is left out: a look of many rows costs as much as many of their tokens.
+
+        Rows that begin end the pause, unless drafts of their tenants were mostly wrong.
+        """
+        if not self._pause or not rows.size:
+            return False
+        self._looks += 1
+        self._pause -= 1
+        every = self._table.rows(rows)
+        if np.count_nonzero(new := self._seen[every] != self._table.generation[every]):
+            self._begin(rows[new])
+            if (self._willing[rows[new]] & (self._share[rows[new]] >= TRUSTED_SHARE)).any():
+                self._pause = 0
+                return False
+        return True
+
+    def _pause_after(self, found: Drafts | None, has_waited: bool = False) -> None:
+        """Leave out the more looks, the more before this one were in vain."""
+        if found is not None:
+            self._in_vain //= PATIENCE
+            return
+        in_vain = max(2 * self._in_vain, PATIENCE) if has_waited else self._in_vain + 1
+        self._in_vain = min(in_vain, PATIENCE * (MAX_PAUSE - 1))
+        self._pause = self._in_vain // PATIENCE
 
     def _trust_forced(self, rows: Rows) -> None:
         """Trust forced drafts of rows a little more, as they are not compared while the row does without them."""
@@ -456,7 +504,8 @@ class Speculation:
         limits = limits[limits > 0]
         if not limits.size:
             return UNBOUNDED
-        return self._model.largest(self._model.kept(float(limits.min())), rows.size, context, context // rows.size)
+        limit = self._model.kept(max(float(limits.min()) - self._alone_ns, 0.0))
+        return self._model.largest(limit, rows.size, context, context // rows.size)
 
     def _begin(self, rows: Rows) -> None:
         """Take other sequences as those of these rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ from services.scheduler.core.policy.order import ClassThenSlack
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.speculation import MAX_SHARES, MAX_TENANTS, TENANT_TOKENS, History, Speculation, level
+from services.scheduler.core.speculation import (
+    MAX_SHARES,
+    MAX_TENANTS,
+    TENANT_TOKENS,
+    Drafts,
+    History,
+    Speculation,
+    level,
+)
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import Int32, Limits, NewRequest
@@ -168,9 +177,9 @@ def test_guesses_stay_in_tokens_blocks_and_limits_of_the_time_between_tokens() -
     assert free > 3
     assert propose(table, 1, measured(), tokens=2) == [2]
     assert propose(table, 1, measured(), blocks=0)[0] == table.capacity[0] - table.planned[0]
-    limited, _ = running(1, LIMITS, tbt_slo_ns=int(2.35 * MS))
+    limited, _ = running(1, LIMITS, tbt_slo_ns=int(3.35 * MS))  # 1 ms passes beside a step
     assert 0 < propose(limited, 1, measured())[0] < free
-    tight, _ = running(1, LIMITS, tbt_slo_ns=2 * MS)
+    tight, _ = running(1, LIMITS, tbt_slo_ns=3 * MS)
     assert propose(tight, 1, measured()) == [0]
 
 
@@ -331,6 +340,43 @@ def test_wait_for_an_answer_that_was_in_vain_is_not_repeated_at_once() -> None:
     table.tokens[0, 26:38], table.applied[0] = (1, 2, 3, 4) * 3, 38
     assert not made.worth_waiting(row, 1000, 25)
     assert Speculation(table, LIMITS, measured(), History()).worth_waiting(row, 1000, 25)
+
+
+def test_looks_without_a_guess_pause_until_a_trusted_row_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    history, (table, _) = History(), running(3, LIMITS)
+    made, looks, propose = Speculation(table, LIMITS, measured(), history), [0], Speculation.propose
+
+    def counted(*args: Any, **more: Any) -> Drafts | None:
+        looks[0] += 1
+        return propose(*args, **more)
+
+    monkeypatch.setattr(Speculation, "propose", counted)
+    table.tokens[:3] = np.arange(3 * table.width).reshape(3, -1)  # nothing stands there twice
+    for _ in range(200):
+        assert not made.worth_waiting(np.array([0]), 1000, 25)
+    assert looks[0] < 60
+    looks[0] = 0
+    history.learn("doubtful", 0.1, 1.0)
+    table.request[1].tenant = "doubtful"
+    for rows in ([0, 1], [0, 1], [0, 1, 2]):
+        assert not looks[0]
+        assert not made.worth_waiting(np.array(rows), 1000, 75)
+    assert looks[0] == 1
+
+
+@pytest.mark.parametrize("tenants", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)])
+def test_guesses_of_a_tenant_hardly_slow_the_rows_of_another(tenants: tuple[int, ...]) -> None:
+    table, _ = running(4, LIMITS)
+    table.tenant[:4] = tenants
+    table.tokens[2:4, :25] = np.arange(25)  # no guesses for the last two rows
+    model = measured(draft_ns=40_000)
+    made = Speculation(table, LIMITS, model, History())
+    for _ in range(400):  # nothing passes beside steps
+        made.answered(0, 2 * MS, 2 * MS, alone=True)
+    found = made.propose(np.arange(4), 1000, 1000, 100)
+    assert found is not None
+    slower = model.predict(4 + found.tokens.size, 100) / model.predict(4, 100)
+    assert slower < 1.12 if tenants == (0, 0, 1, 1) else slower > 1.15
 
 
 def test_guesses_go_on_behind_right_ones_without_another_search(monkeypatch: pytest.MonkeyPatch) -> None:
