@@ -20,8 +20,8 @@ import httpx
 import orjson
 
 from services.launcher.rundir import RunDir
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError, OrcinusError
-from shared.plurals import counted
 from shared.security import api_keys
 from shared.settings import BatchSettings, ChatSettings
 

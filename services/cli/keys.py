@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import typer
 
 from services.cli.options import Group, settings_command
+from shared.command_line.options import Values
 from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
-from shared.options import Values
 from shared.security import api_keys
 from shared.security.api_keys import MOST_KEYS, SCOPES, KeyRecord
 from shared.settings import CommonSettings, LauncherSettings

@@ -12,10 +12,10 @@ from typing import Annotated
 
 import typer
 
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.parts import part_names
 from shared.models.hub import HubName, cache_directory, gguf_in, in_address, parse_name
-from shared.plurals import counted
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 Name = Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="a model of the Hugging Face Hub")]

@@ -17,9 +17,9 @@ from services.cli.stack import reachable_redis
 from services.cli.waiting import Waiting
 from services.launcher import redis_server
 from services.scheduler.core.policy.presets import PRESETS, parse
+from shared.command_line.options import without_password
 from shared.errors import ConfigurationError
 from shared.keys import Keys
-from shared.options import without_password
 from shared.redis_client import LIVE_TTL_MS
 from shared.settings import CommonSettings, LauncherSettings
 

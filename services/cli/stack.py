@@ -13,9 +13,9 @@ from pydantic_settings import EnvSettingsSource
 from services.cli.options import build
 from services.launcher import redis_server
 from services.launcher.rundir import RunDir, StackFacts
+from shared.command_line.options import Values, without_password
 from shared.errors import ConfigurationError
 from shared.models.models_file import read_models
-from shared.options import Values, without_password
 from shared.settings import CommonSettings, GatewaySettings, LauncherSettings
 
 NO_STACK = "no stack runs here; start one with `make run` or `orcinus up`, or name its Redis with --redis-url"

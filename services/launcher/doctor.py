@@ -22,11 +22,11 @@ from services.launcher.rundir import RunDir
 from services.launcher.up import port_problem
 from services.worker.gpu_choice import demands_gpu
 from services.worker.models.config import load_config
+from shared.command_line.options import Values, build, without_password
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.parts import part_names
 from shared.models.hub import gguf_in
-from shared.options import Values, build, without_password
-from shared.plurals import counted
 from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
 GIB = 1 << 30

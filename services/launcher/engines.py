@@ -38,10 +38,10 @@ from services.launcher.up import (
     sleeping_services,
     unused_gpu,
 )
+from shared.command_line.options import Values, build, env_name, flag, without_password
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError
 from shared.keys import model_tag
-from shared.options import Values, build, env_name, flag, without_password
-from shared.plurals import counted
 from shared.processes.begun import BEGUN_FILE
 from shared.processes.supervisor import Service, ServiceSpec
 from shared.settings import ROOT, EnginesSettings, GatewaySettings, PlacerSettings, WorkerSettings

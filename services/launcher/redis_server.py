@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 import psutil
 
+from shared.command_line.options import without_password
 from shared.errors import ConfigurationError
-from shared.options import without_password
 
 OLDEST = (6, 2)
 SOCKET_PATH_BYTES = 107  # sun_path less its NUL; the BSDs have 103

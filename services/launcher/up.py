@@ -48,11 +48,11 @@ from services.worker.gpu_choice import demands_gpu, refused_on_gpu
 from services.worker.models.config import check_split, load_config
 from services.worker.models.stored import read_stored
 from shared import kept_files
+from shared.command_line.options import Values, build, effective, env_name, fields_of, flag, without_password
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError
 from shared.keys import PLACER, PLACER_KEYS
 from shared.models.hub import as_hub_name, parse_name
-from shared.options import Values, build, effective, env_name, fields_of, flag, without_password
-from shared.plurals import counted
 from shared.processes.listeners import listen
 from shared.processes.supervisor import WRAPPER, ServiceSpec
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings

@@ -18,12 +18,12 @@ from typing import Any, Literal
 from redis.asyncio import Redis
 
 from services.placer.decide import Demand, choose, wake_ms
+from shared.command_line.options import without_password
 from shared.dead_letters import DeadLetters, remove_foreign, shown
 from shared.errors import ConfigurationError, LeaseLostError
 from shared.keys import CLASSES, PLACER, PLACER_KEYS, Keys
 from shared.lease import Lease
 from shared.models.models_file import read_models
-from shared.options import without_password
 from shared.placement import MOST_FAILED, MOST_MS, Placement, read_placements
 from shared.processes.begun import has_begun
 from shared.redis_client import WRONG_TYPE, Scripts, Unavailable, Value, connect, persist, temporary

@@ -15,11 +15,11 @@ from redis.asyncio import Redis
 
 from services.scheduler.core.policy.memory import KEPT, Lengths
 from services.scheduler.core.scheduler import Scheduler
-from shared.columns import pack, unpack
 from shared.dead_letters import DeadLetters
 from shared.errors import LeaseLostError
 from shared.lease import Lease
 from shared.redis_client import LIVE_TTL_MS, Unavailable, Value
+from shared.wire.columns import pack, unpack
 
 log = logging.getLogger("orcinus.scheduler")
 

@@ -50,11 +50,11 @@ from services.worker.quantization.base import LinearMethod
 from services.worker.slots import SCORE, VECTOR, Chunks, ScoredTokens, SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
-from shared import handshake
-from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.ids import identity
 from shared.models.gguf.reader import is_gguf
+from shared.wire import handshake
+from shared.wire.columns import pack, unpack
 
 if TYPE_CHECKING:
     from shared.settings import WorkerSettings  # pydantic: an engine in process does without

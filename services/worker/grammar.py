@@ -29,11 +29,11 @@ from kernels.ops import STATUS_FINE, Int32
 from protos import worker_pb2
 from services.worker.in_flight import InFlightStep
 from services.worker.slots import Chunks, SlotTable
-from shared.columns import unpack
 from shared.errors import OrcinusError
 from shared.processes.jail import JailError
 from shared.text.grammar_process import NO_TOKENS, GrammarProcess
 from shared.text.grammars import NOT_FOLLOWED, NoGrammarsError
+from shared.wire.columns import unpack
 
 MEMORY_BYTES = 2 << 30
 """Of each process: the grammars of all its sequences and the tokenizer. Beyond most of it the largest grammar ends."""

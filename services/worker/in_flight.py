@@ -27,8 +27,8 @@ from kernels.ops import (
 from protos import worker_pb2
 from services.worker.kv.transfers import KVTransfers
 from services.worker.slots import SCORE, VECTOR, Chunks, ScoredTokens, SlotTable
-from shared.columns import pack, pack_float
 from shared.text.logprobs import pack_prompt_records, pack_record, prompt_record_bytes
+from shared.wire.columns import pack, pack_float
 
 NO_ROWS: Int32 = np.zeros(0, np.int32)
 UNMASKED = -2

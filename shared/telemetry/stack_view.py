@@ -13,10 +13,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from shared.columns import unpack
 from shared.dead_letters import DeadLetters
 from shared.keys import PLACER, PLACER_KEYS, Keys
 from shared.placement import read_placements
+from shared.wire.columns import unpack
 
 DISCOVER_S = 10.0
 EVENTS = 50

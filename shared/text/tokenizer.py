@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.columns import unpack
 from shared.errors import ModelError, OrcinusError
 from shared.models.gguf.tokenizer import LLAMA_3, QWEN_2
 from shared.models.model_files import read_bounded
 from shared.processes.jail import Jail, JailError
 from shared.text.end_of_text import MOST_ID
 from shared.text.regex_bounds import regex_problem
+from shared.wire.columns import unpack
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -35,10 +35,10 @@ from services.gateway.models import ServedModel
 from services.gateway.request import ARRIVAL, Arrival, GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
-from shared.columns import pack, pack_float
 from shared.text import bounded_json
 from shared.text.logprobs import MOST as MOST_LOGPROBS
 from shared.text.logprobs import prompt_record_bytes, record_bytes
+from shared.wire.columns import pack, pack_float
 
 MAX_PATTERN_CHARS = 16 * 1024
 MAX_CHOICES = 1024

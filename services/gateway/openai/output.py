@@ -29,8 +29,8 @@ from services.gateway.text.grammar import choice_grammar, json_grammar, lark_tex
 from services.gateway.text.reasoning import budget_grammar, channel_budget_grammar
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import calls_grammar, has_texts, marks_of, texts_of
-from shared.columns import pack
 from shared.text.tokenizer import TokenizerError
+from shared.wire.columns import pack
 
 OUTPUT_FIELDS = StructuredBody.model_fields.keys() | {"tools", "tool_choice", "prediction"}
 """A body without any of them binds nothing, names no tool and predicts nothing."""

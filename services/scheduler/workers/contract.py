@@ -16,10 +16,10 @@ from protos import worker_pb2
 from services.scheduler.core.speculation import MAX_ROW_DRAFTS
 from services.scheduler.core.types import DECODE, PREFILL, Int32, StepResult
 from shared.errors import ProtocolError
-from shared.handshake import wrong_version
 from shared.keys import EPOCHS
-from shared.run_socket import is_name
-from shared.token_batches import MOST_VOCABULARY
+from shared.wire.handshake import wrong_version
+from shared.wire.run_socket import is_name
+from shared.wire.token_batches import MOST_VOCABULARY
 
 BOUNDS = {
     "block_size": (1, 1 << 20),

@@ -19,7 +19,7 @@ from services.simulator.command.options import WrongUse, clock_of, options_of, s
 from services.simulator.command.values import policies
 from services.simulator.grid import FIGURES, MARGIN, Cell, Grid, as_json, cells_of, compare, read_grid, summary
 from services.simulator.jobs import Finished, Job
-from shared.plurals import counted
+from shared.command_line.plurals import counted
 
 FORBIDDEN = {
     "grid",

@@ -18,8 +18,8 @@ from kernels.ops import Batch, Cache
 from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
 from services.worker.engine import Engine
-from shared.columns import pack
 from shared.errors import ConfigurationError
+from shared.wire.columns import pack
 from tests.engine.driver import Ahead, Driver, tokens_of
 from tests.engine.emulated import GAP, SHAPE, SMALL, emulated, engine_on
 from tests.engine.ranks import Processes

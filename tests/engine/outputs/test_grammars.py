@@ -29,8 +29,8 @@ from services.worker import grammar as grammar_module
 from services.worker.engine import Engine
 from services.worker.grammar import Lane, Question
 from services.worker.slots import Chunks
-from shared.columns import pack, unpack
 from shared.text.grammars import NOT_FOLLOWED
+from shared.wire.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine, tokens_of
 from tests.engine.late_engine import make_late_engine
 from tests.support import in_process

@@ -19,9 +19,9 @@ from services.worker.kv.cache import KEPT_SHARE
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.share_folder import ID, ShareFolder
 from services.worker.parallel.state import ParallelState
-from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.settings import WorkerSettings
+from shared.wire.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine
 from tests.engine.peers.test_peers import HOST_BLOCKS, OUTPUTS, goes_on, peer_of, sharing
 from tests.support.checkpoints.models import Reference

@@ -17,7 +17,7 @@ from services.worker.in_flight import InFlightStep, InFlightSteps
 from services.worker.serving import pipeline
 from services.worker.serving.pipeline import Item, RunState
 from services.worker.serving.server import WorkerServer
-from shared.columns import pack, unpack
+from shared.wire.columns import pack, unpack
 from tests.engine.late_engine import make_late_engine
 from tests.engine.worker.test_server import DEADLINE_S, Client, begun, chunk, first_step
 from tests.engine.worker.test_server import rpc as rpc  # the fixtures

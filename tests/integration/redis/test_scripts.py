@@ -15,11 +15,11 @@ from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, O
 from services.scheduler.requests.intake import Entry
 from services.scheduler.requests.publisher import Publisher
 from shared import redis_client
-from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import EPOCHS, GROUP
 from shared.lease import Lease
 from shared.redis_client import KEPT_TTL_MS, Scripts
+from shared.wire.columns import pack
 from tests.integration.redis.script_calls import (
     KEYS,
     SHARD,

@@ -12,8 +12,8 @@ import pytest
 
 from protos import queue_pb2, worker_pb2
 from services.scheduler.core.types import Finish, NewRequest
-from shared.columns import pack, unpack
 from shared.settings import SchedulerSettings
+from shared.wire.columns import pack, unpack
 from tests.support.shard import Described, Shard, serving
 from tests.support.waiting import wait_until
 
