@@ -164,16 +164,6 @@ def test_remains_of_an_older_run_acknowledge_no_copies(
     run.call.cancel()
 
 
-def test_copies_of_steps_sent_ahead_are_acknowledged_in_order(rpc: grpc.Channel) -> None:
-    run = Client(rpc, epoch=1)
-    for step in range(1, 13):
-        run.send(step, swap_out_gpu=pack([step]), swap_out_host=pack([step % 8]))
-    acks = [unpack(next(run.call).swap_out_acks).tolist() for _ in range(12)]
-    assert sum(acks, []) == list(range(1, 13))  # noqa: RUF017 - twelve short lists
-    assert all(max(found, default=0) <= step for step, found in enumerate(acks, 1))
-    run.call.cancel()
-
-
 def test_a_lost_device_ends_the_process(
     rpc: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
