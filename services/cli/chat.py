@@ -116,8 +116,8 @@ class Conversation:
     def messages(self, question: str = "") -> list[dict[str, str]]:
         """Return all messages, and the question as the last one."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        for asked, answered in self.turns:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        for query, answered in self.turns:
+            messages += [{"role": "user", "content": query}, {"role": "assistant", "content": answered}]
         return [*messages, {"role": "user", "content": question}] if question else messages
 
     def save(self, path: Path, model: str) -> None:

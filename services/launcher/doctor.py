@@ -91,9 +91,9 @@ def check_compiler() -> Check:
 
     if any(variant.needs <= usable_flags() and prebuilt_path(variant).is_file() for variant in VARIANTS):
         return Check("compiler", "ok", "not needed: the CPU kernels came compiled")
-    if found := shutil.which("g++"):
-        first = _output([found, "--version"]).splitlines()
-        return Check("compiler", "ok", first[0] if first else found)
+    if compiler := shutil.which("g++"):
+        first = _output([compiler, "--version"]).splitlines()
+        return Check("compiler", "ok", first[0] if first else compiler)
     return Check(
         "compiler",
         "warn",

@@ -151,8 +151,8 @@ class Placer:
     async def _restore(self) -> None:
         """Go on with what the placer before wanted; at first the first models of the file are awake."""
         stored = await self._stored()
-        found = read_placements(stored)
-        self._placed = {name: found[name] for name in self._models if name in found}
+        placements = read_placements(stored)
+        self._placed = {name: placements[name] for name in self._models if name in placements}
         awake = [name for name, placement in self._placed.items() if placement.awake][: self._most]
         now_ms = await self._now_ms()
         for name in self._models:

@@ -216,9 +216,9 @@ def encoded(library: Tokenizer, first: str, second: str | None, add_special_toke
     text: Any = first if second is None else (first, second)
     with _no_panic():
         # Of the library's calls, this one lets go of the interpreter's lock; `encode` keeps it.
-        found = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        types = [] if second is None else list(found.type_ids)
-        return list(found.ids), types.index(1) if 1 in types else 0
+        encoding = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        types = [] if second is None else list(encoding.type_ids)
+        return list(encoding.ids), types.index(1) if 1 in types else 0
 
 
 @dataclass(frozen=True, slots=True)

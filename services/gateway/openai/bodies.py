@@ -708,11 +708,11 @@ async def served_model(gateway: Gateway, name: str | None, caller: Caller, latel
     models = gateway.models
     model = models.first if name is None else models.open.get(name) or models.with_adapter(name)
     if caller.models:
-        asked = model.name if model is not None else models.named(name or "")
-        if asked and asked not in caller.models:
+        wanted_name = model.name if model is not None else models.named(name or "")
+        if wanted_name and wanted_name not in caller.models:
             allowed = ", ".join(sorted(caller.models))
             raise ApiError(
-                403, f"model: this key is for {allowed}; got {shown(name or asked)}", param="model",
+                403, f"model: this key is for {allowed}; got {shown(name or wanted_name)}", param="model",
                 code="model_not_allowed",
             )  # fmt: skip
     if model is None:

@@ -150,12 +150,12 @@ def check_result(message: worker_pb2.Result, result: StepResult, vocab_size: int
         _check_forced(result, *result.forced, vocab_size)
     if slots.asking or result.logprobs is not None:
         _check_logprobs(result, slots)
-    for told in result.prompt_logprobs:
-        wanted = slots.prompt_record_bytes(told.slot, result.id)
-        if len(told.records) != told.count * wanted:
+    for prompt in result.prompt_logprobs:
+        record_bytes, size = slots.prompt_record_bytes(prompt.slot, result.id), len(prompt.records)
+        if size != prompt.count * record_bytes:
             raise ContractError(
-                f"prompt_logprobs: {len(told.records)} bytes for {told.count} tokens of slot {told.slot}, which asked "
-                f"for {wanted} each; repair the worker"
+                f"prompt_logprobs: {size} bytes for {prompt.count} tokens of slot {prompt.slot}, which asked "
+                f"for {record_bytes} each; repair the worker"
             )
 
 
