@@ -93,8 +93,8 @@ class DeadLetters:
 
     def read_all(self, key: str, raws: Iterable[R], decode: Callable[[R], T]) -> list[T]:
         """Return those of `raws` that can be read."""
-        found = (self.read(key, raw, decode) for raw in raws)
-        return [value for value in found if value is not None]
+        values = (self.read(key, raw, decode) for raw in raws)
+        return [value for value in values if value is not None]
 
     def add(self, key: str, raw: Any, reason: str) -> None:
         """Set aside a record of `key`, unless it is known."""
@@ -130,14 +130,14 @@ async def remove_foreign(redis: Redis, letters: DeadLetters, types: Mapping[str,
         connection: Any = redis.pipeline()
         async with connection:
             await connection.watch(key)  # another service may have deleted it since, and written to it
-            found = (await connection.type(key)).decode()
-            if found in (wanted, "none"):
+            kind = (await connection.type(key)).decode()
+            if kind in (wanted, "none"):
                 continue
             connection.multi()
             connection.delete(key)
             with contextlib.suppress(WatchError):
                 await connection.execute()
-                letters.add(key, b"", f"a key of type {found}, not {wanted}; deleted")
+                letters.add(key, b"", f"a key of type {kind}, not {wanted}; deleted")
 
 
 def append(key: str, row: Mapping[str, Value], time_ms: int) -> list[Value]:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.errors import LeaseLostError
-from shared.handshake import digest_of
 from shared.keys import Keys
 from shared.redis_client import LIVE_TTL_MS, Script, Scripts, Unavailable, Value, persist
+from shared.wire.handshake import digest_of
 
 log = logging.getLogger("orcinus.lease")
 

@@ -39,30 +39,30 @@ class Placement:
     @classmethod
     def decode(cls, raw: bytes) -> Placement:
         """Raise ValueError or TypeError for a record that no placer writes."""
-        found: Any = orjson.loads(raw)
-        if not isinstance(found, dict) or set(found) != {"awake", "load_ms", "since_ms", "wake_ms", "failed"}:
+        fields: Any = orjson.loads(raw)
+        if not isinstance(fields, dict) or set(fields) != {"awake", "load_ms", "since_ms", "wake_ms", "failed"}:
             raise ValueError("not the fields of a placement")
-        awake, waits = found["awake"], found["wake_ms"]
+        awake, waits = fields["awake"], fields["wake_ms"]
         if not isinstance(awake, bool) or not isinstance(waits, list) or len(waits) != len(CLASSES):
             raise TypeError("awake: not a boolean, or wake_ms: not a number for each class")
-        if not all(_is_count(number, MOST_MS) for number in (found["load_ms"], *waits)):
+        if not all(_is_count(number, MOST_MS) for number in (fields["load_ms"], *waits)):
             raise ValueError(f"load_ms or wake_ms: not a whole number from 0 to {MOST_MS}")
-        if not _is_count(found["since_ms"], 1 << 53):
+        if not _is_count(fields["since_ms"], 1 << 53):
             raise ValueError("since_ms: not a time")
-        if not _is_count(found["failed"], MOST_FAILED):
+        if not _is_count(fields["failed"], MOST_FAILED):
             raise ValueError(f"failed: not a whole number from 0 to {MOST_FAILED}")
-        return cls(awake, found["load_ms"], found["since_ms"], tuple(waits), found["failed"])
+        return cls(awake, fields["load_ms"], fields["since_ms"], tuple(waits), fields["failed"])
 
 
 def read_placements(stored: Mapping[bytes, bytes]) -> dict[str, Placement]:
     """Return the records of the hash by model, without those that cannot be read."""
-    found = {}
+    placements = {}
     for name, raw in stored.items():
         try:
-            found[name.decode()] = Placement.decode(raw)
+            placements[name.decode()] = Placement.decode(raw)
         except (ValueError, TypeError):
             continue
-    return found
+    return placements
 
 
 def _is_count(value: Any, most: int) -> bool:

@@ -22,8 +22,8 @@ from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
 from services.worker.models.config import DecoderConfig
 from services.worker.quantization import method_of
-from shared.columns import pack, unpack
 from shared.errors import ModelError
+from shared.wire.columns import pack, unpack
 
 
 @dataclass(slots=True)

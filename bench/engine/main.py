@@ -30,7 +30,7 @@ from kernels.ops import MOST_CODE
 from services.worker.engine import Engine
 from services.worker.models.config import load_config
 from services.worker.quantization import METHODS
-from shared.arguments import Parser
+from shared.command_line.arguments import Parser
 from shared.errors import ConfigurationError, OrcinusError
 from shared.settings import DEMO_MODEL, WorkerSettings
 

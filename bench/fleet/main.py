@@ -23,7 +23,7 @@ from bench.fleet.run import Fleet, Ran, Rule, run
 from bench.fleet.traffic import Spec, build
 from services.simulator.device.roofline import DEVICES, SHAPES, Roofline
 from services.simulator.workload.arrivals import CHAT, Lengths
-from shared.arguments import Parser
+from shared.command_line.arguments import Parser
 
 WIDTH = 150
 COLUMNS = (

@@ -10,10 +10,8 @@ import argparse
 import asyncio
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +20,14 @@ import numpy as np
 import redis
 
 from bench.gateway.publisher import Publisher
+from bench.local import redis_server
 from bench.result import RESULTS, ROOT, provenance, write
 from protos import queue_pb2
 from services.gateway.admission import Bounds
 from services.gateway.auth import Caller
 from services.gateway.delivery.dispatcher import enqueueing, entry_of
 from services.gateway.request import GenerationSpec
-from services.launcher.redis_server import find_binary, missing_binary_message, version_text
+from services.launcher.redis_server import version_text
 from services.scheduler.core.types import Finish, Outcome
 from shared.keys import Keys
 from shared.redis_client import Value, source
@@ -39,39 +38,12 @@ RUNNING, ITERATIONS, PROMPT, CHECKPOINT = 256, 1000, 512, 32
 GATEWAY = "gateway-bench"
 
 
-@contextlib.contextmanager
-def server(directory: Path) -> Iterator[redis.Redis]:
-    """Yield a Redis on a socket in `directory`. Raises RuntimeError if none can be started."""
-    binary = find_binary()
-    if binary is None:
-        raise RuntimeError(missing_binary_message())
-    path = directory / "redis.sock"
-    settings = ["--port", "0", "--unixsocket", str(path), "--dir", str(directory), "--save", "", "--appendonly", "yes"]
-    process = subprocess.Popen([str(binary), *settings], stdout=subprocess.DEVNULL)
-    client = redis.Redis(unix_socket_path=str(path), socket_timeout=60)
-    try:
-        by = time.monotonic() + 30
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.RedisError:
-                if time.monotonic() > by:
-                    raise
-                time.sleep(0.05)
-        yield client
-    finally:
-        client.close()
-        process.terminate()
-        process.wait(30)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="fewer than the default are written nowhere")
     options = parser.parse_args()
     facts = provenance(["python", "-m", "bench.fleet.redis"], "orcinus", "redis")
-    with tempfile.TemporaryDirectory() as directory, server(Path(directory)) as client:
+    with tempfile.TemporaryDirectory() as directory, redis_server(Path(directory)) as (_, client):
         found = measure(client, options.iterations)
         version = version_text(client.info("server"))
     whole = {

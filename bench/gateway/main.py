@@ -31,7 +31,7 @@ from bench.gateway.stack import Core, Stack, running
 from bench.gateway.streams import BrokenStreamError, Streams
 from bench.result import provenance
 from services.scheduler.core.types import Finish
-from shared.arguments import Parser
+from shared.command_line.arguments import Parser
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL
 

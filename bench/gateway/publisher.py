@@ -17,9 +17,9 @@ from protos import queue_pb2
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
 from services.scheduler.requests.intake import Entry
 from services.scheduler.requests.publisher import arguments
-from shared.columns import unpack
 from shared.keys import GROUP, Keys
 from shared.redis_client import LIVE_TTL_MS, source
+from shared.wire.columns import unpack
 
 SHARD = "shard-0"
 LEASE_MS = 600_000

@@ -23,7 +23,7 @@ from bench.kernels.backends import DEVICES, TYPES, Backend, Peaks, opened
 from bench.kernels.case import Bench, Maker, run
 from bench.kernels.shapes import CPU, GPU, QUICK, Plan
 from bench.result import provenance
-from shared.arguments import Parser
+from shared.command_line.arguments import Parser
 from shared.errors import OrcinusError
 
 HEAD = ("operation", "size", "type", "us", "GB/s", "TFLOP/s", "of floor", "error", "beside it, us")

@@ -21,7 +21,7 @@ from bench.scheduler.drive import NotRunningError, Setup
 from bench.scheduler.parts import admission, decode, wire
 from bench.scheduler.report import show
 from services.scheduler.core.policy.presets import parse
-from shared.arguments import Parser
+from shared.command_line.arguments import Parser
 
 COUNTS = (32, 256, 1024, 4096)
 AT = 256  # sequences running where something else varies

@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from bench.serve.stats import Record
-from shared.plurals import counted
+from shared.command_line.plurals import counted
 
 WORDS = (
     *("time", "year", "work", "day", "world", "life", "hand", "part", "place", "case", "week", "company", "system"),

@@ -44,7 +44,7 @@ from bench.serve.stats import Record, Run, Slo, summarise
 from services.launcher.rundir import RunDir
 from services.simulator.workload import traffic
 from services.simulator.workload.traffic import Arrival
-from shared.plurals import counted
+from shared.command_line.plurals import counted
 from shared.security import api_keys
 from shared.settings import LauncherSettings
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from shared.arguments import Parser
+from shared.command_line.arguments import Parser
 
 Number = TypeVar("Number", int, float)
 

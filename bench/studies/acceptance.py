@@ -23,7 +23,7 @@ from services.simulator.device.clock import Linear
 from services.simulator.engine import Setup, simulate
 from services.simulator.grid import T_95
 from services.simulator.workload.arrivals import Lengths, Spec, build
-from shared.arguments import Parser
+from shared.command_line.arguments import Parser
 
 SHARES = (0.0, 0.3, 0.6, 0.9)
 CLOCK = Linear(2.07e6, 0.15e6, 20.0, 10.0)  # 1 row 2.2 ms, 8 rows 3.3 ms: docs/cpu.md

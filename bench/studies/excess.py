@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,15 +224,18 @@ async def measure(options: argparse.Namespace, client: Client) -> dict[str, Any]
     }
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
-    timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout
-    ) as session:
-        headers = {"Authorization": f"Bearer {options.key[0]}"}
-        async with session.get(f"{options.url}/v1/models", headers=headers) as answer:
+async def with_client(
+    url: str, keys: list[str], measure: Callable[[Client], Awaitable[dict[str, Any]]]
+) -> dict[str, Any]:
+    """Return what `measure` finds, and the share of a core that this process took."""
+    begin = time.process_time(), time.monotonic()
+    connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with session.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {keys[0]}"}) as answer:
             model = (await answer.json())["data"][0]["id"]
-        return await measure(options, Client(session, options.url, model, options.key, np.random.default_rng(1)))
+        found = await measure(Client(session, url, model, keys, np.random.default_rng(1)))
+    cpu = (time.process_time() - begin[0]) / (time.monotonic() - begin[1])
+    return {"client_cpu": round(cpu, 2), **found}
 
 
 def main() -> int:
@@ -246,10 +250,8 @@ def main() -> int:
     options = parser.parse_args()
     command = ["python", "-m", "bench.studies.excess", "--factor", str(options.factor)]
     facts = provenance([*command, "--span-s", str(options.span_s), "--after-s", str(options.after_s)])
-    begin = time.process_time(), time.monotonic()
-    found = asyncio.run(run(options))
-    cpu = (time.process_time() - begin[0]) / (time.monotonic() - begin[1])
-    write(options.output, facts | {"note": options.note, "client_cpu": round(cpu, 2)} | found)
+    found = asyncio.run(with_client(options.url, options.key, lambda client: measure(options, client)))
+    write(options.output, facts | {"note": options.note} | found)
     print(json.dumps(found, indent=1))
     return 0
 

@@ -28,7 +28,7 @@ from protos import queue_pb2
 from services.gateway.text.grammar import json_grammar
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Int32, Limits, NewRequest, StepPlan, StepResult
-from shared.arguments import Parser
+from shared.command_line.arguments import Parser
 from shared.text.grammar_process import GrammarProcess
 
 SEED = 20261127

@@ -16,106 +16,58 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import numpy as np
 
-from bench.result import RESULTS, ROOT, provenance, write
-from bench.serve.client import payloads
+from bench.result import RESULTS, provenance, write
+from bench.studies.excess import Client, Seen, with_client
 
-RESULT = ROOT / "bench" / "results" / "overload.json"
-PROMPT, OUTPUT, AT_ONCE, LOAD, FLOOD, GOAL = 200, 32, 64, 0.15, 10.0, 1.3
-OK_STATUS, OK, BROKEN = 200, "200", "broken"
+LOAD, FLOOD, GOAL = 0.15, 10.0, 1.3
 
 
-@dataclass
-class Seen:
-    """Of one tenant in one part: times to first token, and answers by status and code of the error; BROKEN where the
-    connection ended.
-    """
-
-    ttft_s: list[float] = field(default_factory=list)
-    answers: Counter[str] = field(default_factory=Counter)
-
-    def row(self, span_s: float) -> dict[str, Any]:
-        p50, p99 = np.percentile(self.ttft_s, [50, 99]) * 1e3 if self.ttft_s else (0.0, 0.0)
-        served = round(self.answers[OK] / span_s, 2)
-        answers = dict(sorted(self.answers.items()))
-        return {"ttft_ms_p50": round(p50, 1), "ttft_ms_p99": round(p99, 1), "served_rps": served, "answers": answers}
+async def open_loop(client: Client, key: str, rps: float, span_s: float) -> list[Seen]:
+    """Send Poisson arrivals of one tenant for span_s, and return them when the last has ended."""
+    begin, running = time.monotonic(), []
+    for at in np.sort(client.rng.uniform(0, span_s, client.rng.poisson(rps * span_s))):
+        await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
+        running.append(asyncio.create_task(client.send(Seen(begin + float(at), "normal", key))))
+    return list(await asyncio.gather(*running))
 
 
-class Client:
-    """Sends requests of random prompts, and notes what came."""
+def served(seen: list[Seen]) -> int:
+    """Return the number of requests that were answered."""
+    return sum(one.status == 200 for one in seen)
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, seed: int) -> None:
-        self._session, self._url, self._model = session, url, model
-        self._rng = np.random.default_rng(seed)
 
-    async def send(self, key: str, due: float, seen: Seen) -> None:
-        """Send one request and read it to its end."""
-        try:
-            await self._send(key, due, seen)
-        except aiohttp.ClientError:
-            seen.answers[BROKEN] += 1
-
-    async def _send(self, key: str, due: float, seen: Seen) -> None:
-        prompt = self._rng.integers(10, 200, PROMPT).tolist()
-        body = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
-        headers = {"Authorization": f"Bearer {key}"}
-        async with self._session.post(f"{self._url}/v1/completions", json=body, headers=headers) as answer:
-            if answer.status == OK_STATUS:
-                async for _ in payloads(answer.content):
-                    seen.ttft_s.append(time.monotonic() - due)
-                    break
-            end = await answer.read()
-            code = "" if answer.status == OK_STATUS else f" {json.loads(end)['error']['code']}"
-            seen.answers[f"{answer.status}{code}"] += 1
-
-    async def open_loop(self, key: str, rps: float, span_s: float, seen: Seen) -> None:
-        """Send Poisson arrivals for span_s, then wait until the last has ended."""
-        begin, running = time.monotonic(), []
-        for at in np.sort(self._rng.uniform(0, span_s, self._rng.poisson(rps * span_s))):
-            await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
-            running.append(asyncio.create_task(self.send(key, begin + at, seen)))
-        await asyncio.gather(*running)
-
-    async def saturation_rps(self, key: str, span_s: float) -> float:
-        """Return the highest served rate, with AT_ONCE requests in flight."""
-        seen, end = Seen(), time.monotonic() + span_s
-
-        async def one() -> None:
-            while time.monotonic() < end:
-                await self.send(key, time.monotonic(), seen)
-
-        begin = time.monotonic()
-        await asyncio.gather(*(one() for _ in range(AT_ONCE)))
-        return seen.answers[OK] / (time.monotonic() - begin)
+def row(seen: list[Seen], span_s: float) -> dict[str, Any]:
+    """Return the figures of one tenant in one part."""
+    times = [one.first - one.due for one in seen if one.first]
+    p50, p99 = np.percentile(times, [50, 99]) * 1e3 if times else (0.0, 0.0)
+    answers = Counter(f"{one.status or 'broken'} {one.code}".strip() for one in seen)
+    return {
+        "ttft_ms_p50": round(p50, 1), "ttft_ms_p99": round(p99, 1), "served_rps": round(served(seen) / span_s, 2),
+        "answers": dict(sorted(answers.items())),
+    }  # fmt: skip
 
 
 async def measure(options: argparse.Namespace, client: Client) -> dict[str, Any]:
     """Measure the three parts."""
     span_s = options.span_s
 
-    async def both(flood_rps: float) -> tuple[Seen, Seen]:
-        quiet, other = Seen(), Seen()
-        sends: Callable[..., Awaitable[None]] = client.open_loop
-        await asyncio.gather(
-            sends(options.quiet_key, quiet_rps, span_s, quiet), sends(options.flood_key, flood_rps, span_s, other)
-        )
-        return quiet, other
+    async def both(flood_rps: float) -> tuple[list[Seen], list[Seen]]:
+        quiet = open_loop(client, options.quiet_key, quiet_rps, span_s)
+        return await asyncio.gather(quiet, open_loop(client, options.flood_key, flood_rps, span_s))
 
-    await client.saturation_rps(options.flood_key, 3.0)  # warm
-    saturation = await client.saturation_rps(options.flood_key, span_s / 2)
+    await client.saturate(3.0)  # warm
+    saturation = await client.saturate(span_s / 2)
     quiet_rps = LOAD * saturation
     begin = time.monotonic()
     quiet, flood = await both(FLOOD * quiet_rps)
-    share_rps = flood.answers[OK] / (time.monotonic() - begin)
+    share_rps = served(flood) / (time.monotonic() - begin)
     held, fair = await both(share_rps)
     rows = {"quiet_in_flood": quiet, "flood": flood, "quiet_held": held, "held": fair}
-    found = {name: seen.row(span_s) for name, seen in rows.items()}
+    found = {name: row(seen, span_s) for name, seen in rows.items()}
     ratio = found["quiet_in_flood"]["ttft_ms_p99"] / found["quiet_held"]["ttft_ms_p99"]
     rates = {
         "saturation_rps": saturation,
@@ -126,15 +78,6 @@ async def measure(options: argparse.Namespace, client: Client) -> dict[str, Any]
     return {"ratio_p99": round(ratio, 2), "goal": GOAL, **{k: round(v, 2) for k, v in rates.items()}, **found}
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
-    timeout = aiohttp.ClientTimeout(total=300)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        headers = {"Authorization": f"Bearer {options.quiet_key}"}
-        async with session.get(f"{options.url}/v1/models", headers=headers) as answer:
-            model = (await answer.json())["data"][0]["id"]
-        return await measure(options, Client(session, options.url, model, seed=1))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.studies.overload", description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
@@ -143,10 +86,9 @@ def main() -> int:
     parser.add_argument("--span-s", type=float, default=15.0)
     options = parser.parse_args()
     facts = provenance(["python", "-m", "bench.studies.overload", "--span-s", str(options.span_s)])
-    begin = time.process_time(), time.monotonic()
-    figures = asyncio.run(run(options))
-    cpu = (time.process_time() - begin[0]) / (time.monotonic() - begin[1])
-    write(RESULTS / "overload.json", facts | {"client_cpu": round(cpu, 2)} | figures)
+    keys = [options.flood_key, options.quiet_key]
+    figures = asyncio.run(with_client(options.url, keys, lambda client: measure(options, client)))
+    write(RESULTS / "overload.json", facts | figures)
     print(json.dumps(figures, indent=1))
     return 0
 

@@ -27,8 +27,8 @@ from bench.result import RESULTS, provenance, write
 from protos import worker_pb2
 from services.scheduler.core.policy.step_time import StepTime
 from services.worker.engine import Engine
-from shared.columns import pack
 from shared.settings import DEMO_MODEL, WorkerSettings
+from shared.wire.columns import pack
 
 DECODES, PROMPT, CONTEXT = 64, 1_024, 1_024
 WARM, STEPS, QUICK_STEPS = 256, 4_096, 512

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from services.cli.options import Group, build, settings_command
+from shared.command_line.options import Values
 from shared.errors import ConfigurationError
-from shared.options import Values
 from shared.settings import ChatSettings
 
 if TYPE_CHECKING:

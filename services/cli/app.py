@@ -23,9 +23,9 @@ from services.cli import adapters as cli_adapters
 from services.cli import keys as cli_keys
 from services.cli import models
 from services.cli.options import Command, Group, build, check_policy, settings_command
+from shared.command_line.options import Values, effective, env_name
 from shared.errors import ConfigurationError
 from shared.models.hub import require_local
-from shared.options import Values, effective, env_name
 from shared.processes.heap import importing
 from shared.settings import (
     BatchSettings,

@@ -20,8 +20,8 @@ import httpx
 import orjson
 
 from services.launcher.rundir import RunDir
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError, OrcinusError
-from shared.plurals import counted
 from shared.security import api_keys
 from shared.settings import BatchSettings, ChatSettings
 
@@ -116,8 +116,8 @@ class Conversation:
     def messages(self, question: str = "") -> list[dict[str, str]]:
         """Return all messages, and the question as the last one."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        for asked, answered in self.turns:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        for query, answered in self.turns:
+            messages += [{"role": "user", "content": query}, {"role": "assistant", "content": answered}]
         return [*messages, {"role": "user", "content": question}] if question else messages
 
     def save(self, path: Path, model: str) -> None:

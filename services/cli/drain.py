@@ -16,11 +16,11 @@ from protos import queue_pb2
 from services.cli.stack import reachable_redis
 from services.cli.waiting import Waiting
 from services.launcher import redis_server
+from shared.command_line.options import without_password
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError
 from shared.keys import PLACER_KEYS, Keys
-from shared.options import without_password
 from shared.placement import read_placements
-from shared.plurals import counted
 from shared.redis_client import LIVE_TTL_MS
 from shared.settings import CommonSettings, LauncherSettings
 

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import typer
 
 from services.cli.options import Group, settings_command
+from shared.command_line.options import Values
 from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
-from shared.options import Values
 from shared.security import api_keys
 from shared.security.api_keys import MOST_KEYS, SCOPES, KeyRecord
 from shared.settings import CommonSettings, LauncherSettings
@@ -80,7 +80,8 @@ def add(
                 f"keys: there are {MOST_KEYS}, the maximum; remove one with `orcinus keys revoke --forget`"
             )
         now_s = int(client.time()[0])
-        same = [one.id for one in _records(client, keys) if one.name == name and one.state(now_s) == "active"]
+        active = [other for other in _records(client, keys) if other.state(now_s) == "active"]
+        namesakes = [other.id for other in active if other.name == name]
         key_id, text = api_keys.new_key()
         record = KeyRecord(
             key_id, api_keys.digest(text).hex(), name, tenant or key_id, max_priority, requests_per_minute,
@@ -90,8 +91,9 @@ def add(
     if json:
         print(json_module.dumps({"key": text, **_shown(record, now_s)}))
         return
-    if same:
-        print(f"{name} is also the name of {', '.join(same[:5])}; give ids to `orcinus keys revoke`", file=sys.stderr)
+    if namesakes:
+        ids = ", ".join(namesakes[:5])
+        print(f"{name} is also the name of {ids}; give ids to `orcinus keys revoke`", file=sys.stderr)
     if not count:
         print("the first key: from now on every request needs a key", file=sys.stderr)
     print(f"key {key_id} of tenant {record.tenant}; it is shown only this once:", file=sys.stderr)
@@ -100,13 +102,13 @@ def add(
 
 @settings_command(app, "list", CommonSettings, LauncherSettings)
 def list_keys(values: Values, json: Json = False) -> None:
-    """List the keys with tenant, limits and last use; columns that all keys leave out are not shown."""
+    """List the keys with tenant, limits and last use; a column without a value for any key is left out."""
     with _redis(values) as (client, keys):
         now_s = int(client.time()[0])
         records = sorted(_records(client, keys), key=lambda record: (record.created_s, record.id))
-        used = {key.decode(): int(at) for key, at in client.hgetall(keys.keys_used).items()}
+        last_used_s = {key.decode(): int(at) for key, at in client.hgetall(keys.keys_used).items()}
         had_keys = client.exists(keys.keys_version)
-    rows = [{**_shown(record, now_s), "last_used_s": used.get(record.id, 0)} for record in records]
+    rows = [{**_shown(record, now_s), "last_used_s": last_used_s.get(record.id, 0)} for record in records]
     if json:
         print(json_module.dumps({"keys": rows}))
         return
@@ -131,9 +133,9 @@ def list_keys(values: Values, json: Json = False) -> None:
         "expires": [_day(record.expires_s) for record in records],
         "last used": [_day(row["last_used_s"]) for row in rows],
     }
-    shown = {head: cells for head, cells in columns.items() if set(cells) != {"-"}}
-    table = Table(*shown, box=None)
-    for cells in zip(*shown.values(), strict=True):
+    used_columns = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
+    table = Table(*used_columns, box=None)
+    for cells in zip(*used_columns.values(), strict=True):
         table.add_row(*cells)
     console = Console(markup=False, highlight=False)
     console.width = WIDE  # an id that is cut off is of no use
@@ -158,8 +160,8 @@ def revoke(
         else:
             _write(client, keys, record)
         _tell_older(client, record)
-        left = sum(one.state(now_s) == "active" for one in _records(client, keys))
-    if not left:
+        active = sum(other.state(now_s) == "active" for other in _records(client, keys))
+    if not active:
         print(ALL_GONE, file=sys.stderr)
     text = f"key {key_id} ({record.name}) is revoked" + (" and forgotten" if forget else "")
     print(json_module.dumps({**_shown(record, now_s), "forgotten": forget}) if json else text)
@@ -185,19 +187,19 @@ def _redis(values: Values) -> Iterator[tuple[Any, Keys]]:
         raise ConfigurationError(f"Redis: refused the command: {error}; check the rights of its user") from error
 
 
-def _select(records: list[KeyRecord], wanted: str) -> KeyRecord:
-    """Return the record with that id, else the only one with that name, of several the only one not revoked."""
-    found = [record for record in records if record.id == wanted] or [
-        record for record in records if record.name == wanted
+def _select(records: list[KeyRecord], id_or_name: str) -> KeyRecord:
+    """Return the record with that id, or else the only one with that name; revoked ones count only if all are."""
+    matches = [record for record in records if record.id == id_or_name] or [
+        record for record in records if record.name == id_or_name
     ]
-    if len(found) > 1:
-        found = [record for record in found if not record.revoked_s] or found
-    if len(found) > 1:
-        ids = ", ".join(record.id for record in found[:20])
-        raise ConfigurationError(f"key {wanted[:40]!r}: the name of {len(found)} keys; give the id of one: {ids}")
-    if not found:
-        raise ConfigurationError(f"key {wanted[:40]!r}: unknown; `orcinus keys list` shows all keys")
-    return found[0]
+    if len(matches) > 1:
+        matches = [record for record in matches if not record.revoked_s] or matches
+    if len(matches) > 1:
+        ids = ", ".join(record.id for record in matches[:20])
+        raise ConfigurationError(f"key {id_or_name[:40]!r}: the name of {len(matches)} keys; give the id of one: {ids}")
+    if not matches:
+        raise ConfigurationError(f"key {id_or_name[:40]!r}: unknown; `orcinus keys list` shows all keys")
+    return matches[0]
 
 
 def _records(client: Any, keys: Keys) -> list[KeyRecord]:
@@ -231,9 +233,9 @@ def _forget(client: Any, keys: Keys, key_id: str) -> None:
 
 
 def _tell_older(client: Any, record: KeyRecord) -> None:
-    """Let gateways of an older version read the keys of their models again, where they refuse those that were moved."""
+    """Make gateways of an older version read the keys of their models again: they refuse a key that has moved."""
     for version in (Keys(name).model_keys_version for name in record.models.split(",") if name):
-        if client.exists(version):  # a model that never had keys of its own stays without
+        if client.exists(version):  # a model without keys under the old name stays so
             client.incr(version)
 
 
@@ -242,7 +244,7 @@ def _moment(text: str, now_s: int) -> int:
     if not text:
         return 0
     if span := _SPAN.fullmatch(text):
-        at = now_s + int(span[1]) * _SECONDS[span[2]]
+        moment_s = now_s + int(span[1]) * _SECONDS[span[2]]
     else:
         try:
             day = datetime.fromisoformat(text)
@@ -250,10 +252,10 @@ def _moment(text: str, now_s: int) -> int:
             raise ConfigurationError(
                 f"--expires={text}: not a time; give 30m, 12h, 90d or a day such as 2027-01-31"
             ) from None
-        at = int((day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp())
-    if at <= now_s:
+        moment_s = int((day if day.tzinfo else day.replace(tzinfo=UTC)).timestamp())
+    if moment_s <= now_s:
         raise ConfigurationError(f"--expires={text}: in the past; give a later time")
-    return at
+    return moment_s
 
 
 def _shown(record: KeyRecord, now_s: int) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from typing import Annotated
 
 import typer
 
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.parts import part_names
 from shared.models.hub import HubName, cache_directory, gguf_in, in_address, parse_name
-from shared.plurals import counted
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 Name = Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="a model of the Hugging Face Hub")]
@@ -43,21 +43,21 @@ def pull(
         if not file and (warned := config_problem(snapshot)):
             bars.note(f"warning: it cannot be served here: {warned}")
 
-    found = fetch(wanted, bars, file, look)
-    served = found.path / part_names(file)[0] if file else found.path
+    fetched = fetch(wanted, bars, file, look)
+    served = fetched.path / part_names(file)[0] if file else fetched.path
     problem = model_problem(served, "auto")
-    serve = served if file and gguf_in(found.path) != served else wanted
+    serve = served if file and gguf_in(fetched.path) != served else wanted
     if json:
         print(
             json_module.dumps(
                 {
-                    "name": str(wanted), "commit": found.commit, "path": str(found.path), "bytes": found.total_bytes,
-                    "fetched_bytes": found.new_bytes, "problem": problem,
+                    "name": str(wanted), "commit": fetched.commit, "path": str(fetched.path),
+                    "bytes": fetched.total_bytes, "fetched_bytes": fetched.new_bytes, "problem": problem,
                 }
             )
         )  # fmt: skip
         return
-    print(f"{wanted}: {size(found.total_bytes)} in {found.path}, {size(found.new_bytes)} of them fetched now")
+    print(f"{wanted}: {size(fetched.total_bytes)} in {fetched.path}, {size(fetched.new_bytes)} of them fetched now")
     if not problem:
         print(f"serve it with `make run MODEL={serve}` or `orcinus up --model {serve}`")
     elif problem != warned:
@@ -140,9 +140,9 @@ def rm(
 
 
 def _parsed(name: str) -> HubName:
-    found = parse_name(name)
-    if found is None:
+    parsed = parse_name(name)
+    if parsed is None:
         inside = in_address(name)
         remedy = f"write {inside}" if inside else "write ORG/NAME or ORG/NAME@REVISION"
         raise ConfigurationError(f"{name}: not a name of the Hub; {remedy}")
-    return found
+    return parsed

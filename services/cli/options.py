@@ -1,7 +1,7 @@
 """Make typer commands from the settings classes: every field is an option.
 
-The classes in shared/settings.py are the only source of names, help, defaults and limits; shared/options.py reads the
-options.
+The classes in shared/settings.py are the only source of names, help, defaults and limits;
+shared/command_line/options.py reads the options.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pydantic_settings import BaseSettings
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import Abort, TyperException
 
-from shared import options
-from shared.arguments import KINDS
+from shared.command_line import options
+from shared.command_line.arguments import KINDS
+from shared.command_line.options import Values, env_name, fields_of, flag, is_secret
 from shared.errors import ConfigurationError
-from shared.options import Values, env_name, fields_of, flag, is_secret
 from shared.settings import ROOT, SchedulerSettings
 
 S = TypeVar("S", bound=BaseSettings)
@@ -115,7 +115,7 @@ def settings_command(app: typer.Typer, name: str, *classes: type[BaseSettings]) 
 
 
 def build(settings: type[S], values: Values) -> S:
-    """Return settings as shared.options.build does, with the policy checked.
+    """Return settings as shared.command_line.options.build does, with the policy checked.
 
     The command line knows all services; shared code does not know the scheduler's policies.
     """

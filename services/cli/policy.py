@@ -17,9 +17,9 @@ from services.cli.stack import reachable_redis
 from services.cli.waiting import Waiting
 from services.launcher import redis_server
 from services.scheduler.core.policy.presets import PRESETS, parse
+from shared.command_line.options import without_password
 from shared.errors import ConfigurationError
 from shared.keys import Keys
-from shared.options import without_password
 from shared.redis_client import LIVE_TTL_MS
 from shared.settings import CommonSettings, LauncherSettings
 
@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The policy in force, empty if no scheduler reports, and all presets."""
+    """The policy in force and all presets. policy: empty if no scheduler reports."""
 
     shard: str
     policy: str
@@ -101,14 +101,14 @@ def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float, sa
     key = keys.control(shard)
     client.xadd(key, {"c": control.SerializeToString()}, maxlen=10_000, approximate=True)
     client.pexpire(key, LIVE_TTL_MS)
-    end, waiting = time.monotonic() + timeout_s, Waiting(say)
-    while (left := end - time.monotonic()) > 0:
-        reply: Any = client.xread({keys.events: last}, block=max(1, min(BLOCK_MS, int(1000 * left))))
+    deadline, waiting = time.monotonic() + timeout_s, Waiting(say)
+    while (left_s := deadline - time.monotonic()) > 0:
+        reply: Any = client.xread({keys.events: last}, block=max(1, min(BLOCK_MS, int(1000 * left_s))))
         for _, rows in reply or []:
             for entry, fields in rows:
                 last, kind = entry, fields.get(b"kind", b"").decode()
-                ours = (fields.get(b"shard"), fields.get(b"policy")) == (shard.encode(), name.encode())
-                if kind in KINDS and ours:
+                is_answer = (fields.get(b"shard"), fields.get(b"policy")) == (shard.encode(), name.encode())
+                if kind in KINDS and is_answer:
                     return Answer(KINDS[kind], fields[b"text"].decode())
         policy, running = _in_force(client, keys, shard)
         waiting.look(
@@ -123,6 +123,6 @@ def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float, sa
 
 
 def _in_force(client: Any, keys: Keys, shard: str) -> tuple[str, str]:
-    """Return the policy in force and the number of running sequences; ? where no scheduler has said it yet."""
+    """Return the policy in force and the number of running sequences; "?" where no scheduler has reported it."""
     policy, running = client.hmget(keys.stats(shard), "policy", "running")
     return policy.decode() if policy else "?", running.decode() if running else "?"

@@ -13,9 +13,9 @@ from pydantic_settings import EnvSettingsSource
 from services.cli.options import build
 from services.launcher import redis_server
 from services.launcher.rundir import RunDir, StackFacts
+from shared.command_line.options import Values, without_password
 from shared.errors import ConfigurationError
 from shared.models.models_file import read_models
-from shared.options import Values, without_password
 from shared.settings import CommonSettings, GatewaySettings, LauncherSettings
 
 NO_STACK = "no stack runs here; start one with `make run` or `orcinus up`, or name its Redis with --redis-url"
@@ -63,9 +63,9 @@ def models_of(target: Target, values: Values) -> list[str]:
     """Return the models that a command is about: the one that its options name, else all of `models_of_file`, the
     stack's own first. Raise ConfigurationError.
     """
-    own = target.settings.served_model_name
+    first = target.settings.served_model_name
     named = values.keys() & {"model", "served_model_name"}
-    return [own] if named else list(dict.fromkeys([own, *models_of_file(target)]))
+    return [first] if named else list(dict.fromkeys([first, *models_of_file(target)]))
 
 
 def none_here(settings: CommonSettings, launcher: LauncherSettings) -> bool:

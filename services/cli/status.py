@@ -34,8 +34,8 @@ def run(target: Target, as_json: bool, models: Sequence[str] = ()) -> int:
     works = any(state in top.WORKING for state in states.values())
     if as_json:
         facts = asdict(target.facts) if target.facts else None
-        found = {"ok": works, "state": states[models[0]], "shard": shard, "stack": facts, "models": states}
-        print(json.dumps({**found, "view": view}))
+        report = {"ok": works, "state": states[models[0]], "shard": shard, "stack": facts, "models": states}
+        print(json.dumps({**report, "view": view}))
     elif "error" in view:
         local = target.facts is not None or "redis_url" in target.settings.model_fields_set
         print(f"error: {view['error'] if local else NO_STACK}", file=sys.stderr)

@@ -25,10 +25,10 @@ from textual.containers import Grid, Horizontal, VerticalScroll
 from textual.widgets import Footer, Static
 
 from services.cli.stack import NO_STACK, none_here, redis_address
+from shared.command_line.options import without_password
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
-from shared.options import without_password
-from shared.plurals import counted
 from shared.settings import CommonSettings, LauncherSettings
 from shared.telemetry.stack_view import HISTORY, HISTORY_S, StackReader, View
 

@@ -765,11 +765,11 @@ class Admission:
             raise taken_over()  # a client here has it, or is about to
         self._refuse_while_draining()  # here: from now on `drain` knows the stream
         try:
-            found = await self._dispatcher.adopt(stream, tenant, left_by)
+            is_adopted = await self._dispatcher.adopt(stream, tenant, left_by)
         except BaseException:
             self._dispatcher.close(stream)
             raise
-        if not found:  # it expired just now
+        if not is_adopted:  # it expired just now
             self._dispatcher.close(stream)
             raise unknown_request(request_id)
         self._metrics.resumed.inc()

@@ -88,7 +88,7 @@ def _own_origin(gateway: Gateway, is_open: Callable[[], bool]) -> Middleware:
 
 def _include(app: FastAPI, router: APIRouter) -> None:
     app.include_router(router)
-    app.state.routes = [*getattr(app.state, "routes", app.routes[:-1]), *router.routes]  # flat, for _allowed
+    app.state.routes = [*getattr(app.state, "routes", app.routes[:-1]), *router.routes]  # flat: _allowed reads them
 
 
 def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middleware] = ()) -> FastAPI:
@@ -120,7 +120,7 @@ def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middlewar
 
 
 def _upload_bytes(gateway: Gateway) -> int:
-    """Return the bound of an upload: the file, and the form around it."""
+    """Return the most bytes of an upload: of the file and of the form around it."""
     return max(gateway.settings.max_body_bytes, gateway.settings.file_bytes + files.FORM_BYTES)
 
 
@@ -132,14 +132,17 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> list[str]:
-    """Return the methods of the path's own routes, or else of all that it fits; starlette names only the first's."""
-    fitting = [
+    """Return the methods of the routes with exactly this path, or else of all routes that match it.
+
+    starlette names only the methods of the first route that matches.
+    """
+    matching = [
         route
         for route in request.app.state.routes
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
     ]
-    own = [route for route in fitting if route.path == request.url.path]
-    return sorted({method for route in own or fitting for method in route.methods or ()})
+    exact = [route for route in matching if route.path == request.url.path]
+    return sorted({method for route in exact or matching for method in route.methods or ()})
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -147,26 +150,28 @@ async def _http_error(request: Request, error: Exception) -> Response:
         raise error
     if error.status_code == 404:
         path = request.url.path[:200]
-        meant = any(isinstance(route, Route) and route.path == f"/v1{path}" for route in request.app.state.routes)
-        remedy = f"the API's base address ends with /v1: /v1{path}" if meant else "/openapi.json lists all paths"
-        found = ApiError(404, f"unknown path {path}; {remedy}", code="unknown_path")
+        paths = {route.path for route in request.app.state.routes if isinstance(route, Route)}
+        remedy = "/openapi.json lists all paths"
+        if f"/v1{path}" in paths:
+            remedy = f"the API's base address ends with /v1: /v1{path}"
+        refusal = ApiError(404, f"unknown path {path}; {remedy}", code="unknown_path")
     elif error.status_code == 405:
         allowed = ", ".join(_allowed(request))
         text = f"method {request.method} not allowed on {request.url.path[:200]}; allowed: {allowed}"
-        found = ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
-        return await _api_error(request, found)
+        refusal = ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
+        return await _api_error(request, refusal)
     else:
-        found = ApiError(error.status_code, str(error.detail))
-    found.headers.update(error.headers or {})
-    return await _api_error(request, found)
+        refusal = ApiError(error.status_code, str(error.detail))
+    refusal.headers.update(error.headers or {})
+    return await _api_error(request, refusal)
 
 
 async def _query_error(request: Request, error: RequestValidationError) -> Response:
     """Refuse a parameter of the address, as `bodies.py` does with a field of a body."""
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    found = invalid(name, f"Invalid value for '{name}': {first['msg']}; got {shown(first.get('input'))}")
-    return await _api_error(request, found)
+    refusal = invalid(name, f"Invalid value for '{name}': {first['msg']}; got {shown(first.get('input'))}")
+    return await _api_error(request, refusal)
 
 
 EXCEPTION_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {

@@ -59,14 +59,14 @@ class Rates:
 
     def headers(self, requests: int, tokens: int) -> dict[str, str]:
         """Return OpenAI's x-ratelimit-* of an accepted request, given what is left (-1: no limit)."""
-        found = {}
+        headers = {}
         limits = (("requests", self.requests_per_minute, requests), ("tokens", self.tokens_per_minute, tokens))
         for what, limit, left in limits:
             if limit and left >= 0:
-                found[f"x-ratelimit-limit-{what}"] = str(limit)
-                found[f"x-ratelimit-remaining-{what}"] = str(left)
-                found[f"x-ratelimit-reset-{what}"] = f"{60 * (limit - left) / limit:.3f}s"
-        return found
+                headers[f"x-ratelimit-limit-{what}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{what}"] = str(left)
+                headers[f"x-ratelimit-reset-{what}"] = f"{60 * (limit - left) / limit:.3f}s"
+        return headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,19 +269,19 @@ class Keyring:
         return self._letters.read(key, reply, lambda value: value)
 
     async def _records_of(self, key: str) -> dict[str, KeyRecord]:
-        found: dict[str, KeyRecord] = {}
+        records: dict[str, KeyRecord] = {}
         try:
             stored = await self._published.read(key)
         except ResponseError as error:
             if WRONG_TYPE not in str(error):
                 raise
             self._value(key, error)
-            return found
+            return records
         for name, record in stored.items():
             if record is None:
                 log.error("record of key %s is unreadable, so the key is refused", name)
-            found[name] = record or KeyRecord(name, "", "", "", revoked_s=1)
-        return found
+            records[name] = record or KeyRecord(name, "", "", "", revoked_s=1)
+        return records
 
 
 class RequireKey:

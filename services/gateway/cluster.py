@@ -74,8 +74,8 @@ class Snapshot:
     def __post_init__(self) -> None:
         self.memory_share = self.memory_used / self.memory_most if self.memory_most else 0.0
         self.drain_tok_s = sum(self._drain_tok_s(stats) for stats in self.led)
-        found = {priority: self._when_awake(self._forecast(priority), priority) for priority in CLASSES}
-        self.forecasts = {priority: forecast for priority, forecast in found.items() if forecast is not None}
+        forecasts = {priority: self._when_awake(self._forecast(priority), priority) for priority in CLASSES}
+        self.forecasts = {priority: forecast for priority, forecast in forecasts.items() if forecast is not None}
 
     @property
     def is_served(self) -> bool:
@@ -97,7 +97,7 @@ class Snapshot:
         if self.has_to_wait:
             return Seen()
         names = ("epoch", "last_step", "running", "waiting", "in_flight", "parked", "stranded")
-        stats = {shard: {name: number(found.get(name)) for name in names} for shard, found in self.stats.items()}
+        stats = {shard: {name: number(fields.get(name)) for name in names} for shard, fields in self.stats.items()}
         return Seen(self.leases, stats, self.steps, number(self.queue.get("requests")))
 
     def total(self, name: str) -> float:
@@ -150,7 +150,7 @@ class Snapshot:
         request, when one of the shards has nothing to run before it, has not measured its prefill rate, or has been
         silent.
         """
-        found = []
+        forecasts = []
         for shard in self.leases & self.stats.keys():
             stats = self.stats[shard]
             queued = int(number(stats.get(f"queued_tokens_{priority}")))
@@ -160,8 +160,8 @@ class Snapshot:
             predicted_ms = number(stats.get(f"predicted_ttft_ms_{priority}"))
             behind, starts_s = int(number(stats.get(f"behind_{priority}"))), number(stats.get("starts_s"))
             token_ms = number(stats.get("tbt_ms_p50"))
-            found.append(Forecast(predicted_ms, queued, rate, behind, starts_s, token_ms))
-        return min(found, key=lambda each: each.ttft_ms, default=None)
+            forecasts.append(Forecast(predicted_ms, queued, rate, behind, starts_s, token_ms))
+        return min(forecasts, key=lambda each: each.ttft_ms, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,7 +463,7 @@ def _text(record: dict[bytes, bytes]) -> dict[str, str]:
 def number(value: str | None) -> float:
     """Return a finite number below 2^53 in text; 0 for any other text."""
     try:
-        found = float(value or 0)
+        parsed = float(value or 0)
     except ValueError:
         return 0.0
-    return found if abs(found) < MOST else 0.0  # nan is not
+    return parsed if abs(parsed) < MOST else 0.0  # nan is not

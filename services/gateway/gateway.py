@@ -39,8 +39,8 @@ class Gateway:
         self.keyring = Keyring(settings, self.letters, [entry.name for entry in entries])
         self.connections = Connections()
         self.turns = Turns(settings.tenant_queue_share, settings.max_wait_s)
-        own = self.id, self.keyring, self.metrics, self.tracing, self.letters, self.connections
-        parts = Parts(*own, rereads(), conversations())
+        common = self.id, self.keyring, self.metrics, self.tracing, self.letters, self.connections
+        parts = Parts(*common, rereads(), conversations())
         aliases = next((entry.aliases for entry in entries if entry.name == settings.served_model_name), ())
         self.first = ServedModel(settings, model, parts, aliases)
         self.models = ModelTable(self.first, parts, entries)

@@ -103,9 +103,9 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     if place is not None:
         gateway.siblings = Siblings(place, gateway.metrics.registry, gateway.state)
         await gateway.siblings.start()
-    asked = [asyncio.create_task(each.wait()) for each in (stopping, gateway.cluster.drain_asked)]
+    stops = [asyncio.create_task(each.wait()) for each in (stopping, gateway.cluster.drain_asked)]
     starting = asyncio.create_task(gateway.start())
-    await asyncio.wait({starting, *asked}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({starting, *stops}, return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
         starting.result()
     await end(starting)  # a stop does not wait for a Redis that is silent
@@ -120,7 +120,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     ]
     beating = [asyncio.create_task(beat())] if place is not None else []
     tasks = gateway.tasks
-    await asyncio.wait({*asked, *serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({*stops, *serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     failure = gateway.dead_task()
     if place is not None and gateway.cluster.drain_asked.is_set():
         leaving = [asyncio.create_task(_leave(servers[0], grpc_front, gateway.settings.drain_s))]
@@ -134,7 +134,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     for one in servers:
         one.should_exit = True
     await asyncio.gather(*serving, *([grpc_front.stop(GRACE_S)] if grpc_front else []))
-    await end(*asked, hurry, *leaving)
+    await end(*stops, hurry, *leaving)
     if gateway.siblings is not None:
         await gateway.siblings.stop()
     await gateway.stop()

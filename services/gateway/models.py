@@ -292,13 +292,13 @@ class ModelTable:
             answers = await pipe.execute(raise_on_error=False)
         except (*Unreachable, RedisError) as error:
             raise failed(error) from None
-        found = []
+        holders = []
         for entry, stored in zip(closed, answers, strict=True):
             with contextlib.suppress(ValueError, TypeError):  # no record; the model sets it aside when it is open
                 record = AdapterRecord.decode(stored) if isinstance(stored, bytes) else None
                 if record is not None and (not record.unloaded_s or record.unloaded_s > time.time() - FORMER_S):
-                    found.append((entry, record))
-        return sorted(found, key=lambda each: each[1].unloaded_s > 0)
+                    holders.append((entry, record))
+        return sorted(holders, key=lambda each: each[1].unloaded_s > 0)
 
     async def adapters(self, caller: Caller) -> dict[str, tuple[str, AdapterRecord]]:
         """Return the model and the record of each adapter by name, of all models that the caller may use.
@@ -306,13 +306,13 @@ class ModelTable:
         Of models that are not open they are read at most once a second; a silent Redis leaves them as they were.
         """
         closed = await self._closed_adapters()
-        found: dict[str, tuple[str, AdapterRecord]] = {}
+        adapters: dict[str, tuple[str, AdapterRecord]] = {}
         for name in sorted(filter(caller.may_use, self.names()), key=lambda name: name not in self.open):
             records = self.open[name].adapters.records if name in self.open else closed.get(name, {})
             for adapter in sorted(records):
                 if not self.has(adapter):
-                    found.setdefault(adapter, (name, records[adapter]))
-        return found
+                    adapters.setdefault(adapter, (name, records[adapter]))
+        return adapters
 
     async def _closed_adapters(self) -> dict[str, dict[str, AdapterRecord]]:
         """Return the adapters that stand, of models that are not open, by model and name."""
@@ -337,13 +337,13 @@ class ModelTable:
             return self._closed_records
 
     def _standing(self, key: str, stored: dict[bytes, bytes]) -> dict[str, AdapterRecord]:
-        letters, found = self._parts.letters, {}
+        letters, standing = self._parts.letters, {}
         for raw, value in stored.items():
             if name := letters.read(key, raw, text):
                 record = letters.read(f"{key}:{name}", value, AdapterRecord.decode)
                 if record is not None and not record.unloaded_s:
-                    found[name] = record
-        return found
+                    standing[name] = record
+        return standing
 
     async def holding(self, request_id: str, caller: Caller | None = None) -> ServedModel:
         """Return the model that has a request or a stored response of this id; the first one where none has it.
@@ -498,15 +498,15 @@ class ModelTable:
         if not names:
             return
         try:
-            found = await look(self._redis, names, self.first.settings.shard, self._parts.gateway_id, self._placer)
+            states = await look(self._redis, names, self.first.settings.shard, self._parts.gateway_id, self._placer)
         except (*Unreachable, RedisError) as error:
             raise failed(error) from None
-        self._states = {name: state for name, (state, _) in found.items()}
+        self._states = {name: state for name, (state, _) in states.items()}
         self._looked_at = time.monotonic()
         if self.draining or self._opening or not (len(self.models()) - 1 < MOST_OPEN or self._removable()):
             return
         now = time.monotonic()
-        for name, (state, has_orphans) in found.items():
+        for name, (state, has_orphans) in states.items():
             if has_orphans and state != "unavailable" and now >= self._unreadable_until.get(name, now):
                 self._open(self._entries[name]).add_done_callback(_noted)
                 return
@@ -558,15 +558,15 @@ async def look(
         for one in sorted(taken):
             pipe.exists(each.lease(one))
     leases = iter(await pipe.execute(raise_on_error=False))
-    found: dict[str, tuple[State, bool]] = {}
+    states: dict[str, tuple[State, bool]] = {}
     for name, led, placement, taken, has_orphans in zip(
         names, led_by_default, placements, shards, orphans, strict=True
     ):
         is_ready = any([next(leases) == 1 and one for one in sorted(taken)])
         sleeps = placement is not None and not placement.awake
         missing: State = "asleep" if led and sleeps else "loading" if led or taken or placement else "unavailable"
-        found[name] = ("ready" if is_ready else missing, has_orphans)
-    return found
+        states[name] = ("ready" if is_ready else missing, has_orphans)
+    return states
 
 
 async def _lists(pipe: Any) -> list[list[bytes]]:

@@ -1,10 +1,10 @@
 """Run several gateways behind one port: `orcinus gateway --processes N`.
 
-The parent serves nothing: it holds the listening sockets, passes signals on and restarts what dies. Each child is a
-gateway with an id, a heartbeat and connections to Redis, and takes connections from the parent's sockets; the kernel
-spreads those of the gRPC port by SO_REUSEPORT. Any child answers /metrics and /stats for all: each listens on an
-abstract unix socket, which ends with its process. Series keep their process apart by a label: when one dies and starts
-again its counters begin at 0, which Prometheus understands of a series, and not of a sum.
+The parent serves no request: it holds the listening sockets, passes signals on and restarts children that die. Each
+child is a gateway with an id, a heartbeat and connections to Redis. It takes connections from the parent's sockets; the
+kernel spreads those of the gRPC port by SO_REUSEPORT. Any child answers /metrics and /stats for all: each listens on an
+abstract unix socket, which ends with its process. A label keeps the series of each process apart: after a restart its
+counters begin at 0, and Prometheus handles such a reset in a series, but not in a sum over processes.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ PASSED_ON = (signal.SIGHUP, signal.SIGUSR1)
 RESTARTS = Backoff(factor=2.0, cap_s=5.0, settled_s=30.0)
 LEVELS = {"warning": logging.WARNING, "error": logging.ERROR}
 ANSWER_S = 1.0
-"""A process without an answer after so long is left out."""
+"""The answer leaves out a process that is silent for so long."""
 LENGTH_BYTES = 8
-"""An answer begins with its length: a part of one, of a process that was killed meanwhile, is left out."""
+"""An answer begins with its length, so that the part that a killed process has sent is not taken for all of it."""
 HELP = b"# HELP "
 
 
@@ -125,7 +125,7 @@ class Processes(Supervisor):
             service.state = "stopped"
             self._worst = max(self._worst, int(code not in (0, -signal.SIGTERM)))
         elif not any(each.ever_ready for each in self.services):
-            self.end(code if code > 0 else 1)  # it has said why; nothing has been served yet
+            self.end(code if code > 0 else 1)  # the child has logged the reason; no request was served
         elif code == 0:
             service.state = "stopped"
             running = sum(1 for each in self.services if each.process)
@@ -141,7 +141,7 @@ class Processes(Supervisor):
             self.end(self._worst)
 
     def stop_all(self) -> None:
-        """Kill what still runs: nothing but after an error of the parent."""
+        """Kill the children that still run; there are some only after an error of the parent."""
         for service in self.services:
             service.signal(signal.SIGKILL)
 
@@ -175,19 +175,20 @@ class Siblings:
         """Return `Gateway.state` of all processes that answer, each with its number."""
         return [orjson.loads(answer) for answer in await self._ask(b"state")]
 
-    def _here(self, what: bytes) -> bytes:
-        if what == b"metrics":
+    def _own_answer(self, question: bytes) -> bytes:
+        if question == b"metrics":
             return labelled(self._registry, str(self._place.number))
         return orjson.dumps({"process": self._place.number, **self._state()})
 
-    async def _ask(self, what: bytes) -> list[bytes]:
+    async def _ask(self, question: bytes) -> list[bytes]:
         here = self._place.number
         others = [number for number in range(self._place.count) if number != here]
-        answers = dict(zip(others, await asyncio.gather(*(self._asked(each, what) for each in others)), strict=True))
-        answers[here] = self._here(what)
+        replies = await asyncio.gather(*(self._ask_one(number, question) for number in others))
+        answers = dict(zip(others, replies, strict=True))
+        answers[here] = self._own_answer(question)
         return [answers[number] for number in sorted(answers) if answers[number]]
 
-    async def _asked(self, number: int, what: bytes) -> bytes:
+    async def _ask_one(self, number: int, question: bytes) -> bytes:
         """Return the answer of one other process; empty when there is none."""
         writer, connection = None, _socket()
         try:
@@ -196,7 +197,7 @@ class Siblings:
                 reader, writer = await asyncio.open_unix_connection(sock=connection)
                 if not is_own(writer.get_extra_info("socket")):
                     return b""
-                writer.write(what + b"\n")
+                writer.write(question + b"\n")
                 length = int.from_bytes(await reader.readexactly(LENGTH_BYTES))
                 return await reader.readexactly(length)
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
@@ -209,7 +210,7 @@ class Siblings:
         with contextlib.suppress(OSError, TimeoutError, ValueError):  # the asking process has gone
             async with asyncio.timeout(ANSWER_S):
                 if is_own(writer.get_extra_info("socket")):  # any user of the machine can reach an abstract socket
-                    answer = self._here((await reader.readline()).strip())
+                    answer = self._own_answer((await reader.readline()).strip())
                     writer.write(len(answer).to_bytes(LENGTH_BYTES) + answer)
                     await writer.drain()
         writer.close()
@@ -217,9 +218,9 @@ class Siblings:
 
 def _socket() -> socket.socket:
     """Return a unix socket. uvloop takes no abstract address by name."""
-    made = socket.socket(socket.AF_UNIX)
-    made.setblocking(False)
-    return made
+    connection = socket.socket(socket.AF_UNIX)
+    connection.setblocking(False)
+    return connection
 
 
 class _Labelled(Collector):
@@ -231,9 +232,10 @@ class _Labelled(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for family in self._registry.collect():
-            one = Metric(family.name, family.documentation, family.type)
-            one.samples = [each._replace(labels={**each.labels, "process": self._process}) for each in family.samples]
-            yield one
+            copy = Metric(family.name, family.documentation, family.type)
+            labels = {"process": self._process}
+            copy.samples = [sample._replace(labels={**sample.labels, **labels}) for sample in family.samples]
+            yield copy
 
 
 def labelled(registry: CollectorRegistry, process: str) -> bytes:

@@ -71,10 +71,10 @@ class Progress:
 
     def stalled(self, now: float) -> tuple[float, str]:
         """Return for how many seconds work was there and did not move, and where; (0, '') when all is well."""
-        found = [(now - track.since, f"shard {shard}") for shard, track in self._shards.items() if track.works]
+        stalls = [(now - track.since, f"shard {shard}") for shard, track in self._shards.items() if track.works]
         if self._requests.works:
-            found.append((now - self._requests.since, "the queue"))
-        return max(found, default=(0.0, ""))
+            stalls.append((now - self._requests.since, "the queue"))
+        return max(stalls, default=(0.0, ""))
 
     def _beats_moved(self, steps: Mapping[str, str]) -> bool:
         """Return whether any heartbeat names another step. One that begins anew, after a restart, has no step yet."""

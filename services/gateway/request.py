@@ -27,13 +27,13 @@ from google.protobuf.message import Message
 
 from protos import queue_pb2
 from services.gateway.errors import RETRY, ApiError, other_version
-from shared.columns import pack, unpack
 from shared.ids import BEGINNINGS
 from shared.keys import CLASSES
 from shared.redis_client import PROMPT_APART_BYTES
 from shared.text.logprobs import prompt_record_bytes, record_bytes
 from shared.text.logprobs import wrong_number as wrong_logprobs
-from shared.token_batches import check_tokens
+from shared.wire.columns import pack, unpack
+from shared.wire.token_batches import check_tokens
 
 THREADS = min(32, (os.cpu_count() or 1) + 4)
 TENANT_THREADS = THREADS // 2

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span
 
 
-OPERATIONS = {"chat": "chat", "completions": "text_completion"}  # others are called as their endpoint
+OPERATIONS = {"chat": "chat", "completions": "text_completion"}  # the name of any other endpoint is its operation
 
 
 class Tracing:
-    """Begin the span of each request. A gateway without a collector has none."""
+    """Begin the span of each request. A gateway without the address of a collector has no Tracing."""
 
     def __init__(self, endpoint: str, gateway_id: str) -> None:
         """Raise ConfigurationError when the SDK is missing."""

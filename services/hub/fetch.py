@@ -109,13 +109,14 @@ def pull(
 
 
 def _offline(name: HubName) -> Fetched:
-    found = find_snapshot(name)
-    if found is None:
+    snapshot = find_snapshot(name)
+    if snapshot is None:
         raise ConfigurationError(
             f"{name}: not on this machine, and HF_HUB_OFFLINE forbids to fetch it; unset that, or copy the model "
             f"into {cache_directory()}"
         )
-    return Fetched(found, found.name, sum(path.stat().st_size for path in found.rglob("*") if path.is_file()), 0)
+    total_bytes = sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file())
+    return Fetched(snapshot, snapshot.name, total_bytes, 0)
 
 
 class UnreachableError(ConfigurationError):

@@ -40,8 +40,8 @@ class Record:
         """Return the record of a repository, an empty one where there is none or it cannot be read."""
         path = repository_directory(repository) / RECORD
         try:
-            found = json.loads(path.read_bytes())
-            return cls(path, dict(found["checked"]), set(found["fetched"]))
+            record = json.loads(path.read_bytes())
+            return cls(path, dict(record["checked"]), set(record["fetched"]))
         except (OSError, ValueError, KeyError, TypeError):
             return cls(path)
 
@@ -72,14 +72,14 @@ class LocalModel:
 
 def local_models() -> list[LocalModel]:
     """Return every revision of every model in the cache, by name."""
-    found = []
+    models = []
     for repository in _scan().repos if cache_directory().is_dir() else ():
         if repository.repo_type != "model":
             continue
         record, busy = Record.of(repository.repo_id), is_in_use(repository.repo_id)
         for revision in repository.revisions:
             ours = {file.blob_path: file.size_on_disk for file in revision.files if _key(file) in record.fetched}
-            found.append(
+            models.append(
                 LocalModel(
                     repository.repo_id,
                     revision.commit_hash,
@@ -90,7 +90,7 @@ def local_models() -> list[LocalModel]:
                     busy,
                 )
             )
-    return sorted(found, key=lambda model: (model.repository, model.commit))
+    return sorted(models, key=lambda model: (model.repository, model.commit))
 
 
 @dataclass(frozen=True, slots=True)

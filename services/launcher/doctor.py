@@ -22,11 +22,11 @@ from services.launcher.rundir import RunDir
 from services.launcher.up import port_problem
 from services.worker.gpu_choice import demands_gpu
 from services.worker.models.config import load_config
+from shared.command_line.options import Values, build, without_password
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.parts import part_names
 from shared.models.hub import gguf_in
-from shared.options import Values, build, without_password
-from shared.plurals import counted
 from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
 GIB = 1 << 30
@@ -91,9 +91,9 @@ def check_compiler() -> Check:
 
     if any(variant.needs <= usable_flags() and prebuilt_path(variant).is_file() for variant in VARIANTS):
         return Check("compiler", "ok", "not needed: the CPU kernels came compiled")
-    if found := shutil.which("g++"):
-        first = _output([found, "--version"]).splitlines()
-        return Check("compiler", "ok", first[0] if first else found)
+    if compiler := shutil.which("g++"):
+        first = _output([compiler, "--version"]).splitlines()
+        return Check("compiler", "ok", first[0] if first else compiler)
     return Check(
         "compiler",
         "warn",

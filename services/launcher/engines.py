@@ -38,10 +38,10 @@ from services.launcher.up import (
     sleeping_services,
     unused_gpu,
 )
+from shared.command_line.options import Values, build, env_name, flag, without_password
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError
 from shared.keys import model_tag
-from shared.options import Values, build, env_name, flag, without_password
-from shared.plurals import counted
 from shared.processes.begun import BEGUN_FILE
 from shared.processes.supervisor import Service, ServiceSpec
 from shared.settings import ROOT, EnginesSettings, GatewaySettings, PlacerSettings, WorkerSettings
@@ -59,7 +59,7 @@ ANOTHER = (
 def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
     """Run until stopped. Return the exit code; raise ConfigurationError before anything was started.
 
-    check_policy: raises it for a policy that no scheduler knows; it gets the policy and the name of its source.
+    check_policy: called with a policy and the name of its source; raises ConfigurationError for an unknown policy.
     """
     values = absolute_paths({**values, "models": str(build(PlacerSettings, values).models)})
     stacks, most = read_stacks(values, check_policy)
@@ -91,10 +91,10 @@ def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
 
 
 class RedisUsers:
-    """How the processes log in at Redis: each kind as a user of its own, or all as the one of the settings."""
+    """The Redis users of the processes: one user for each kind, or the user of the settings for all."""
 
     def __init__(self, settings: GatewaySettings, folder: Path | None) -> None:
-        """folder: with the passwords of the users; None means one user for all. Raise ConfigurationError."""
+        """folder: holds the passwords of the users; None means one user for all. Raise ConfigurationError."""
         import redis
 
         parse: Callable[[str], dict[str, Any]] = redis.connection.parse_url
@@ -138,28 +138,28 @@ class RedisUsers:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """HOST:PORT of the first of several workers; the others have the ports behind it."""
+    """HOST:PORT of the first of several workers; each further worker has the next port."""
 
-    named: str
+    setting: str  # option and value, for errors
     host: str
     port: int
 
     @classmethod
     def of(cls, worker: WorkerSettings, name: str, workers: int) -> Address:
-        """Return that of a setting. Raise ConfigurationError. workers: how many there are."""
-        named, (host, _, port) = f"{flag(name)}={getattr(worker, name)}", getattr(worker, name).rpartition(":")
+        """Return the address in the setting `name` for so many workers. Raise ConfigurationError."""
+        setting, (host, _, port) = f"{flag(name)}={getattr(worker, name)}", getattr(worker, name).rpartition(":")
         if not host or not port.isdecimal() or int(port[:6]) > MOST_PORT:
-            raise ConfigurationError(f"{named}: not HOST:PORT; write it so")
+            raise ConfigurationError(f"{setting}: not HOST:PORT; write it so")
         if int(port) and int(port) + workers - 1 > MOST_PORT:
-            raise ConfigurationError(f"{named}: {workers} workers need as many ports from it on; choose a lower one")
-        return cls(named, host, int(port))
+            raise ConfigurationError(f"{setting}: {workers} workers need as many ports from it on; choose a lower one")
+        return cls(setting, host, int(port))
 
     def at(self, number: int) -> str:
         return f"{self.host}:{self.port + number if self.port else 0}"
 
 
 def worker_env(worker: WorkerSettings, run_dir: Path, number: int, workers: int) -> dict[str, str]:
-    """Return name and addresses of one of these workers. Raise ConfigurationError.
+    """Return the settings that name one of the workers and its addresses. Raise ConfigurationError.
 
     Names differ between machines, and between run directories of one machine.
     """
@@ -172,7 +172,7 @@ def worker_env(worker: WorkerSettings, run_dir: Path, number: int, workers: int)
         advertise = Address.of(worker, "advertise", workers)
         if not (listen.port and advertise.port):
             raise ConfigurationError(
-                f"{advertise.named}: needs a port that is known, as does {flag('listen')}; "
+                f"{advertise.setting}: needs a port that is known, as does {flag('listen')}; "
                 f"write {flag('listen')} 0.0.0.0:50051 and the same port behind the host's name"
             )
         env[env_name("advertise")] = advertise.at(number)
@@ -196,13 +196,14 @@ def engine_specs(
         env = child_env(stack.options.values, stack.launcher, stack.gateway, url, None) | {logs.MODEL: name}
         for place in range(len(stack.launcher.roles())):
             gpu, running = (place, at_once(stacks, most)) if most else (-1, 0)
-            own = replica_env(worker, number, total, gpu, running) | worker_env(worker, run_dir.path, number, total)
-            own |= share_env("both", folder, most > 0)
+            of_worker = replica_env(worker, number, total, gpu, running)
+            of_worker |= worker_env(worker, run_dir.path, number, total)
+            of_worker |= share_env("both", folder, most > 0)
             spec = ServiceSpec(
                 f"worker-{number}",
                 service_argv("worker"),
-                {**env, **own, **users.env("worker")},
-                WorkerProbe(client, keys.worker(own[env_name("worker_id")])),
+                {**env, **of_worker, **users.env("worker")},
+                WorkerProbe(client, keys.worker(of_worker[env_name("worker_id")])),
                 ("placer-0",) if most else (),  # another stack's placer ends this one, before it has taken memory
                 launcher.stop_s,
                 ROOT,
@@ -232,13 +233,13 @@ def engine_specs(
 
 def model_states(services: Sequence[Service], is_placed: bool = True) -> dict[str, str]:
     """Return the state of each model, and of the placer: ready, asleep or loading. A model is ready with a worker that
-    serves and a scheduler, asleep while the placer wants none of its workers. is_placed: the placer is followed.
+    serves and a scheduler, asleep while the placer wants none of its workers awake. is_placed: a placer decides.
     """
     states = {}
     for model in dict.fromkeys(service.spec.model for service in services):
-        own = [service for service in services if service.spec.model == model]
-        workers = {service.state for service in own if service.name.startswith("worker-")}
-        is_led = all(service.state == "ready" for service in own if not service.name.startswith("worker-"))
+        members = [service for service in services if service.spec.model == model]
+        workers = {service.state for service in members if service.name.startswith("worker-")}
+        is_led = all(service.state == "ready" for service in members if not service.name.startswith("worker-"))
         is_asleep = is_placed and workers == {"asleep"}
         state = "ready" if "ready" in workers or not workers else "asleep" if is_asleep else "loading"
         states[f"model {model!r}" if model else "placer"] = state if is_led else "loading"

@@ -139,18 +139,18 @@ def driver_trouble(facts: Facts) -> Trouble | None:
 
 def torch_trouble(facts: Facts) -> Trouble | None:
     """Return what torch lacks. Most often it is the build for CPUs, which pip takes where its settings offer one."""
-    found = facts.torch
-    version = found.get("version")
+    torch = facts.torch
+    version = torch.get("version")
     if version is None:
-        return Trouble(found.get("error", "torch cannot be asked"), _install(facts))
-    if not found["cuda"]:
+        return Trouble(torch.get("error", "torch cannot be asked"), _install(facts))
+    if not torch["cuda"]:
         return Trouble(f"{version} is a build for CPUs", _install(facts))
-    if not found["devices"]:
+    if not torch["devices"]:
         if driver_trouble(facts) is not None:
             return Trouble(
-                f"{version} sees no GPU: the driver is too old for CUDA {found['cuda']}", "see the driver's line"
+                f"{version} sees no GPU: the driver is too old for CUDA {torch['cuda']}", "see the driver's line"
             )
-        return Trouble(f"{version} sees no GPU: {found.get('error', 'it does not say why')}", _unseen(facts))
+        return Trouble(f"{version} sees no GPU: {torch.get('error', 'it does not say why')}", _unseen(facts))
     return None
 
 
@@ -244,8 +244,8 @@ def _cuda(facts: Facts) -> tuple[int, int]:
 
 def _built_for(facts: Facts) -> tuple[int, int]:
     """Return the CUDA of the installed torch, or of the one that would be installed."""
-    found = re.match(r"(\d+)\.(\d+)", facts.torch.get("cuda", ""))
-    return (int(found[1]), int(found[2])) if found else CUDA
+    version = re.match(r"(\d+)\.(\d+)", facts.torch.get("cuda", ""))
+    return (int(version[1]), int(version[2])) if version else CUDA
 
 
 def _install(facts: Facts) -> str:

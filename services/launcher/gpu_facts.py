@@ -115,8 +115,8 @@ def device_count() -> int:
 
 def cupy_packages() -> dict[str, str]:
     """Return name and version of every installed distribution that brings the module `cupy`."""
-    found = ((one.metadata["Name"] or "", one.version) for one in metadata.distributions())
-    return {name: version for name, version in found if re.fullmatch(r"cupy(-.*)?", name)}
+    packages = ((one.metadata["Name"] or "", one.version) for one in metadata.distributions())
+    return {name: version for name, version in packages if re.fullmatch(r"cupy(-.*)?", name)}
 
 
 def torch_cuda() -> str | None:
@@ -128,8 +128,8 @@ def torch_cuda() -> str | None:
         text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
         return ""
-    found = re.search(r"^cuda\b.*=\s*'([\d.]+)'", text, re.MULTILINE)
-    return found[1] if found else ""
+    version = re.search(r"^cuda\b.*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return version[1] if version else ""
 
 
 def in_container() -> bool:
@@ -166,8 +166,8 @@ def _kernel_driver() -> str:
         text = DRIVER_VERSION.read_text()
     except OSError:
         return ""
-    found = re.search(r"\d+\.\d+(\.\d+)?", text)
-    return found[0] if found else ""
+    version = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return version[0] if version else ""
 
 
 def _memlock() -> int | None:

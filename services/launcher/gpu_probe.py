@@ -66,8 +66,8 @@ def _free(library: ctypes.CDLL) -> dict[str, Any]:
 
 def python(arch: str) -> dict[str, Any]:
     """Return what torch, CuPy, NVRTC and the loader say, each with `error` when it cannot be asked."""
-    asked = {"torch": _torch, "cupy": _cupy, "nvrtc": _nvrtc, "prebuilt": lambda: _prebuilt(arch)}
-    return {name: _answer(ask) for name, ask in asked.items()}
+    questions = {"torch": _torch, "cupy": _cupy, "nvrtc": _nvrtc, "prebuilt": lambda: _prebuilt(arch)}
+    return {name: _answer(ask) for name, ask in questions.items()}
 
 
 def _torch() -> dict[str, Any]:

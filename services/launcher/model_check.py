@@ -23,12 +23,12 @@ from services.worker.models.config import DecoderConfig, load_config, rank_confi
 from services.worker.models.matrices import shapes, tables
 from services.worker.models.registry import FAMILIES
 from services.worker.models.stored import GPU_TYPES, HELD_BITS, Stored, read_stored, stored_of_gguf
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.config import config_of
 from shared.models.gguf.reader import is_gguf, open_gguf
 from shared.models.hub import gguf_files, gguf_in, in_address, repository_of, require_local
 from shared.models.model_files import POINTER, read_bounded, read_json
-from shared.plurals import counted
 from shared.settings import WorkerSettings
 
 GIB = 1 << 30

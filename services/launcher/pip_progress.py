@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
-from shared.plurals import counted
+from shared.command_line.plurals import counted
 
 EVERY_S = 3.0
 ON_TERMINAL_S = 0.2

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from shared.command_line.plurals import counted
 from shared.keys import PLACER_KEYS
 from shared.placement import Placement, read_placements
-from shared.plurals import counted
 
 LOOK_S = 0.2
 MISMATCH_S = 10.0

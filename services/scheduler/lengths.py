@@ -15,11 +15,11 @@ from redis.asyncio import Redis
 
 from services.scheduler.core.policy.memory import KEPT, Lengths
 from services.scheduler.core.scheduler import Scheduler
-from shared.columns import pack, unpack
 from shared.dead_letters import DeadLetters
 from shared.errors import LeaseLostError
 from shared.lease import Lease
 from shared.redis_client import LIVE_TTL_MS, Unavailable, Value
+from shared.wire.columns import pack, unpack
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -63,12 +63,12 @@ class LengthRecord:
     def _decode(self, columns: list[bytes | None]) -> dict[int, list[int]]:
         """Return the groups that can be read."""
         read, key = self._letters.read, self._key
-        found = {
+        decoded = {
             group: read(key, column, partial(decode_group, group))
             for group, column in zip(GROUPS, columns, strict=True)
             if column is not None
         }
-        return {group: lengths for group, lengths in found.items() if lengths is not None}
+        return {group: lengths for group, lengths in decoded.items() if lengths is not None}
 
     async def write(self, now_s: float) -> None:
         """Write what has changed, at most once in WRITE_S. Raises LeaseLostError.

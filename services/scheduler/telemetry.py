@@ -25,7 +25,6 @@ from services.scheduler.core.types import NewRequest, Outcome
 from services.scheduler.metrics import Metrics
 from services.scheduler.tracing import RequestTimes
 from shared import dead_letters
-from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import CLASSES, Keys
 from shared.lease import Lease
@@ -33,6 +32,7 @@ from shared.processes.begun import has_begun
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unavailable, Value
 from shared.tasks import end
 from shared.telemetry.process_usage import ProcessUsage
+from shared.wire.columns import pack
 
 log = logging.getLogger("orcinus.scheduler")
 

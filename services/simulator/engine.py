@@ -269,10 +269,10 @@ def _simulate_article(
 ) -> Run:  # fmt: skip
     """Run the article's program, which plans by itself. begun: time.perf_counter()."""
     seen, samples = Recorder(workload, START_NS, 2 * setup.max_seqs, at_end=False), Samples()
-    own = Settings()
+    defaults = Settings()
     settings = Settings(
-        batch_tokens=min(setup.step_tokens or own.batch_tokens, setup.max_step_tokens),
-        batch_requests=min(own.batch_requests, setup.max_seqs),
+        batch_tokens=min(setup.step_tokens or defaults.batch_tokens, setup.max_step_tokens),
+        batch_requests=min(defaults.batch_requests, setup.max_seqs),
         blocks=setup.blocks,
     )
     replica = ArticleReplica(settings, RULES[policy], workload, clock, START_NS)

@@ -106,13 +106,13 @@ class Cell:
 
     def beaten_by(self) -> dict[str, list[str]]:
         """Return the policies that are better in a figure and in none worse, with these figures."""
-        found: dict[str, list[str]] = {}
+        beaten: dict[str, list[str]] = {}
         for policy in next(iter(self.ratios.values())):
             ratios = {figure: self.ratios[figure][policy][0] for figure in self.ratios}
             better = [figure for figure, ratio in ratios.items() if ratio > 1 + MARGIN]
             if better and min(ratios.values()) >= 1 - MARGIN:
-                found[policy] = better
-        return found
+                beaten[policy] = better
+        return beaten
 
     def best(self, figure: str) -> float:
         """Return ours as a share of the best policy in a figure: 1 where ours is the best."""

@@ -88,13 +88,13 @@ def gpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
 def _on_gpu(settings: WorkerSettings, config: DecoderConfig) -> bool:
     """Return whether to compute on a GPU. Raise ConfigurationError when one is demanded and cannot be used."""
     if demands_gpu(settings):
-        asked = "DEVICE=cuda" if settings.device == "cuda" else "--kernels cuda"
+        wish = "DEVICE=cuda" if settings.device == "cuda" else "--kernels cuda"
         if settings.device == "cpu":
             raise ConfigurationError("--kernels cuda needs a GPU, and DEVICE=cpu rules it out; give DEVICE=cuda")
         if option := cpu_option(settings):
-            raise ConfigurationError(f"{option} is for CPUs alone and {asked} for a GPU: give up one of the two")
+            raise ConfigurationError(f"{option} is for CPUs alone and {wish} for a GPU: give up one of the two")
         if lack := _lacks_gpu():
-            raise ConfigurationError(f"{asked}: {lack}")
+            raise ConfigurationError(f"{wish}: {lack}")
         return True
     if not may_use_gpu(settings) or not torch.cuda.is_available():
         return False

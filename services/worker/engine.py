@@ -50,11 +50,11 @@ from services.worker.quantization.base import LinearMethod
 from services.worker.slots import SCORE, VECTOR, Chunks, ScoredTokens, SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
-from shared import handshake
-from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.ids import identity
 from shared.models.gguf.reader import is_gguf
+from shared.wire import handshake
+from shared.wire.columns import pack, unpack
 
 if TYPE_CHECKING:
     from shared.settings import WorkerSettings  # pydantic: an engine in process does without
@@ -370,9 +370,9 @@ class Engine:
             chunks = self.slots.apply(step, self._transfers)
             self.adapter_rows.begin(None)
             batch = self._local_batch(self.slots.batch(chunks), chunks)
-            found = self.compiled.profile(self.ops.prepare(batch, self.cache))
+            profile = self.compiled.profile(self.ops.prepare(batch, self.cache))
             self.slots.computed_through(chunks)
-        return found
+        return profile
 
     def execute(self, step: worker_pb2.Step, received_ns: int = 0) -> worker_pb2.Result:
         """Submit a step and finish it; see there for arguments and errors."""
@@ -570,9 +570,9 @@ class Engine:
         if inflight.scoring is not None:
             self._score(inflight, inflight.scoring, rows[sampling:])
         if (inflight.kinds == VECTOR).any() and self.parallel.samples:
-            found: list[Tensor] = []
-            self.ops.exchange(rows[:sampling], lambda last: found.append(last.float().cpu()))
-            inflight.vectors = normalized(found[0].numpy()[inflight.pooled])
+            copies: list[Tensor] = []
+            self.ops.exchange(rows[:sampling], lambda last: copies.append(last.float().cpu()))
+            inflight.vectors = normalized(copies[0].numpy()[inflight.pooled])
         return self.decoder.logits(rows[:sampling])
 
     def _score_labels(self, inflight: InFlightStep, logits: Tensor) -> None:
@@ -581,11 +581,11 @@ class Engine:
         rows = inflight.pooled[which]
         labels = self.slots.label_ids[inflight.sampling[rows]].astype(np.int64)
         index = torch.from_numpy(rows)[:, None].to(logits.device), torch.from_numpy(labels).to(logits.device)
-        found: list[Tensor] = []
-        self.ops.exchange(logits, lambda every: found.append(every[index].cpu()))
+        copies: list[Tensor] = []
+        self.ops.exchange(logits, lambda every: copies.append(every[index].cpu()))
         if inflight.vectors is None:
             inflight.vectors = np.zeros((len(inflight.pooled), inflight.vector_size), np.float32)
-        inflight.vectors[which, 0] = (found[0][:, 0] - found[0][:, 1]).numpy()
+        inflight.vectors[which, 0] = (copies[0][:, 0] - copies[0][:, 1]).numpy()
 
     def _score(self, inflight: InFlightStep, scoring: ScoredTokens, rows: Tensor) -> None:
         """Score prompt tokens by the rows before them, a bounded number at once."""

@@ -29,11 +29,11 @@ from kernels.ops import STATUS_FINE, Int32
 from protos import worker_pb2
 from services.worker.in_flight import InFlightStep
 from services.worker.slots import Chunks, SlotTable
-from shared.columns import unpack
 from shared.errors import OrcinusError
 from shared.processes.jail import JailError
 from shared.text.grammar_process import NO_TOKENS, GrammarProcess
 from shared.text.grammars import NOT_FOLLOWED, NoGrammarsError
+from shared.wire.columns import unpack
 
 MEMORY_BYTES = 2 << 30
 """Of each process: the grammars of all its sequences and the tokenizer. Beyond most of it the largest grammar ends."""
@@ -42,9 +42,9 @@ COSTLY_MASK_S, COSTLY_BEGIN_S = 0.002, 0.05
 COSTLY_FOR_S = 30.0
 """A tenant is served apart for so long after its last costly mask."""
 ALONE_S = 0.1
-"""A step in which no other row has anything to compute waits so long for the first of its masks."""
+"""A step that has no other rows to compute waits so long for the first of its masks."""
 BESIDE_OTHERS_S = 0.001
-"""Any step waits so long for masks of sequences of which the last mask took no longer."""
+"""Any step waits so long for the mask of a sequence if its last mask took at most as long."""
 TOGETHER_S = 5.0
 """Where no row may be late a step waits so long: less than the scheduler's watchdog, which would drop the worker."""
 
@@ -98,12 +98,12 @@ class Turns:
 
 
 class Lane:
-    """One process of grammars, which a thread asks one question after another, in turns."""
+    """One process of grammars and the thread that asks it one question after another, by Turns."""
 
     def __init__(
         self, model: Path, vocab: int, yields_to_all: bool, answered: Callable[[Question, bool], object]
     ) -> None:
-        """answered: is called with each question, and whether its mask was costly, when that is there."""
+        """answered: called with each question once its mask is there, and with whether the mask was costly."""
         self.process = GrammarProcess(model, vocab, MEMORY_BYTES, yields_to_all)
         self._answered = answered
         self._turns = Turns()
@@ -124,7 +124,7 @@ class Lane:
         self._thread.submit(self._answer_next)
 
     def forget(self, key: int) -> None:
-        """Drop a sequence, behind what is asked already."""
+        """Drop a sequence after the questions that were put before."""
         self._thread.submit(self.process.forget, key)
 
     def _answer_next(self) -> None:
@@ -237,7 +237,7 @@ class SlotGrammars:
                 self._order(self._bound[slot], outputs, guesses)
 
     def left_out(self, chunks: Chunks, is_idle: bool) -> list[int]:
-        """Return the slots that were late before and still have no mask: no use in computing them.
+        """Return the slots that were late before and still have no mask: the step need not compute them.
 
         A step of such slots alone waits for the first of the masks if the device is idle: another step's tokens would
         wait as well.
@@ -256,14 +256,14 @@ class SlotGrammars:
     def masks(
         self, inflight: InFlightStep, previous: InFlightStep | None, table: SlotTable, may_be_late: bool
     ) -> tuple[dict[int, list[bytes]], dict[int, str], list[int]]:
-        """Return by slot the ids that its next token may have and those behind its drafts, for SamplingTable.rows; the
-        errors of slots; and the slots that are late, none unless `may_be_late`.
+        """Return, for SamplingTable.rows, the masks of each slot: of the next token and behind each draft. Return the
+        errors of slots, too, and the slots that are late, none unless `may_be_late`.
 
-        Masks behind the last drafts may be missing: what is drawn there counts for nothing. The step gets what the
-        grammars force.
+        Masks behind the last drafts may be missing: a token that is drawn there is not used. The tokens that the
+        grammars force are noted in `inflight`.
 
-        previous: the step before this one, which may still be out, and is waited for. A slot with a failed draw there
-        has none of the three: it fails with that step.
+        previous: the step before this one, which is waited for if it has no result yet. A slot with a failed draw there
+        is in none of the three: it fails with that step.
         """
         wanted: dict[int, Future[list[bytes]]] = {}
         for slot, guesses in self._sampling(inflight.chunks):
@@ -281,23 +281,23 @@ class SlotGrammars:
             self.late += len(late)
         elif wanted:
             wait_for(wanted.values(), TOGETHER_S)
-        found: dict[int, list[bytes]] = {}
-        wrong: dict[int, str] = {}
+        ready: dict[int, list[bytes]] = {}
+        errors: dict[int, str] = {}
         for slot in wanted.keys() - set(late):
             if not wanted[slot].done():
-                wrong[slot] = f"its mask was not there within {TOGETHER_S:g} s; send it again, or a simpler grammar"
+                errors[slot] = f"its mask was not there within {TOGETHER_S:g} s; send it again, or a simpler grammar"
                 continue
             try:
-                found[slot] = [mask[: self._mask_bytes] for mask in wanted[slot].result()]
+                ready[slot] = [mask[: self._mask_bytes] for mask in wanted[slot].result()]
                 if (question := self._bound[slot].question) is not None and any(question.forced):
                     inflight.forced_behind[slot] = question.forced
             except NoGrammarsError as error:
-                wrong[slot] = str(error)
+                errors[slot] = str(error)
             except OrcinusError as error:
-                wrong[slot] = f"{NOT_FOLLOWED}: {error}"
+                errors[slot] = f"{NOT_FOLLOWED}: {error}"
             except JailError as error:  # a fault of the machine's, not of the grammar's
-                wrong[slot] = f"the process that computes masks {error}"
-        return found, wrong, late
+                errors[slot] = f"the process that computes masks {error}"
+        return ready, errors, late
 
     def _sampling(self, chunks: Chunks) -> Iterator[tuple[int, Int32]]:
         """Yield the slots with a grammar that sample in these chunks, each with its drafts."""
@@ -348,7 +348,7 @@ class SlotGrammars:
         """Wait for the first of these slots' masks, or until a step with other slots has come."""
         with self._news:
             self._news.wait_for(
-                lambda: any(found.done() for found in masks.values()) or self.others_wait(masks.keys()), ALONE_S
+                lambda: any(mask.done() for mask in masks.values()) or self.others_wait(masks.keys()), ALONE_S
             )
 
     def _drop(self, slot: int) -> None:

@@ -27,8 +27,8 @@ from kernels.ops import (
 from protos import worker_pb2
 from services.worker.kv.transfers import KVTransfers
 from services.worker.slots import SCORE, VECTOR, Chunks, ScoredTokens, SlotTable
-from shared.columns import pack, pack_float
 from shared.text.logprobs import pack_prompt_records, pack_record, prompt_record_bytes
+from shared.wire.columns import pack, pack_float
 
 NO_ROWS: Int32 = np.zeros(0, np.int32)
 UNMASKED = -2
@@ -122,11 +122,11 @@ class InFlightStep:
         behind = None if self.chunks.drafts is None else self.chunks.behind().tolist()
         of_rows: dict[int, bytes] = {}
         for row, slot in enumerate(self.sampling.tolist()):
-            if (found := masks.get(slot)) is None:
+            if (of_slot := masks.get(slot)) is None:
                 continue
             at = 0 if behind is None else behind[row]
-            if at < len(found):
-                of_rows[row] = found[at]
+            if at < len(of_slot):
+                of_rows[row] = of_slot[at]
             else:
                 self.unmasked.append(row)
             if forced := self.forced_behind.get(slot, [])[at : at + 1]:
@@ -138,10 +138,10 @@ class InFlightStep:
 
         All are of this rank, but for a step with tokens from another rank: its total ends when they arrive.
         """
-        found = self.marks.timings(ops, self.queued_ns, swap_ns)
+        timings = self.marks.timings(ops, self.queued_ns, swap_ns)
         if self.arrived_ns:
-            found.total_ns = self.arrived_ns - self.begun_ns
-        return found
+            timings.total_ns = self.arrived_ns - self.begun_ns
+        return timings
 
     def generation(self, slot: int) -> int | None:
         """Return the generation of one of the chunks' slots; None for a slot that has no chunk here."""
@@ -169,14 +169,15 @@ class InFlightStep:
         """Write the columns of the Result for forced tokens: those behind the last token that each slot gets."""
         if self.sampled is None or not self.forced:
             return
-        tokens, found = self.sampled.wait().tokens.tolist(), {}
+        tokens, forced_by_slot = self.sampled.wait().tokens.tolist(), {}
         for row, forced in self.forced.items():
             slot = int(self.sampling[row])
             if forced[:1] == tokens[row : row + 1] and self._is_last(row) and slot not in (*self.failed, *self.late):
-                found[slot] = forced[1:]
-        found = {slot: forced for slot, forced in found.items() if forced}
-        result.forced_slots, result.forced_counts = pack(list(found)), pack([len(some) for some in found.values()])
-        result.forced_tokens = pack([token for some in found.values() for token in some])
+                forced_by_slot[slot] = forced[1:]
+        forced_by_slot = {slot: forced for slot, forced in forced_by_slot.items() if forced}
+        result.forced_slots = pack(list(forced_by_slot))
+        result.forced_counts = pack([len(forced) for forced in forced_by_slot.values()])
+        result.forced_tokens = pack([token for forced in forced_by_slot.values() for token in forced])
 
     def _is_last(self, row: int) -> bool:
         """Return whether the token of a row is the last that counts of its slot."""

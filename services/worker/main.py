@@ -22,8 +22,8 @@ from services.worker.parallel.state import ParallelState
 from services.worker.registration import Registration
 from services.worker.serving.rank_server import RankServer
 from services.worker.serving.server import WorkerServer
+from shared.command_line.plurals import counted
 from shared.errors import RankError
-from shared.plurals import counted
 from shared.processes.heap import settle
 from shared.security.channels import channel_credentials, server_credentials
 from shared.settings import WorkerSettings, is_loopback

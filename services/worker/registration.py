@@ -19,9 +19,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from protos import worker_pb2
-from shared.handshake import wrong_epoch, wrong_token
 from shared.settings import WorkerSettings
 from shared.telemetry.process_usage import ProcessUsage
+from shared.wire.handshake import wrong_epoch, wrong_token
 
 log = logging.getLogger("orcinus.worker")
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from kernels.ops import Bool, Int32, Int64, SamplingRows, Sparse
 from protos import worker_pb2
-from shared.columns import unpack, unpack_float
 from shared.text.logprobs import MOST
 from shared.text.logprobs import wrong_number as wrong_logprobs
+from shared.wire.columns import unpack, unpack_float
 
 GREEDY_BELOW = 1e-5  # a temperature this small overflows float32 logits; its limit is the argmax
 

@@ -17,8 +17,8 @@ from protos import worker_pb2
 from services.worker.kv.peers import OWN_TIER
 from services.worker.kv.transfers import KVTransfers
 from services.worker.sampling import SamplingTable
-from shared.columns import unpack
 from shared.errors import ProtocolError
+from shared.wire.columns import unpack
 
 NONE: Int32 = np.zeros(0, np.int32)
 TOKENS, VECTOR, SCORE = 0, 1, 2

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from protos import worker_pb2
-from shared.columns import pack
 from shared.text.logprobs import MOST
+from shared.wire.columns import pack
 
 
 @dataclass(frozen=True, slots=True)

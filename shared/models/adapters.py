@@ -115,12 +115,12 @@ def parse_shapes(shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> dict[s
         raise ModelError(f"{WEIGHTS}: {len(shapes)} tensors; from 1 to {MAX_MODULES} are served")
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        found = _TENSOR.fullmatch(name)
-        if found is None:
+        match = _TENSOR.fullmatch(name)
+        if match is None:
             raise ModelError(f"{WEIGHTS}: tensor {name[:200]!r} is no lora_A or lora_B of a linear layer; leave it out")
         if len(shape) != 2 or min(shape) < 1:
             raise ModelError(f"{WEIGHTS}: tensor {name} has shape {list(shape)}; it must be a matrix")
-        parts.setdefault(found["module"], {})[found["part"]] = shape
+        parts.setdefault(match["module"], {})[match["part"]] = shape
     for module in parts:
         if _LAYER.search(module) is None:
             raise ModelError(
@@ -181,8 +181,8 @@ def check_hidden_size(modules: Mapping[str, Shape], hidden_size: int) -> None:
 def check_layers(modules: Mapping[str, Shape], layers: int) -> None:
     """Raise ModelError for a module of a layer that the base lacks."""
     for module in modules:
-        found = _LAYER.search(module)
-        if found is not None and int(found["index"]) >= layers:
+        match = _LAYER.search(module)
+        if match is not None and int(match["index"]) >= layers:
             raise ModelError(f"{WEIGHTS}: {module}: the served model has {layers} layers; {OTHER_BASE}")
 
 
@@ -195,14 +195,14 @@ def check_modules(modules: Mapping[str, Shape], stored: Mapping[str, tuple[int, 
     """
     if not stored:
         return
-    found: dict[str, list[tuple[int, ...]]] = {}  # shapes of weights by the module from its layer on
+    by_module: dict[str, list[tuple[int, ...]]] = {}  # shapes of weights by the module from its layer on
     for name, shape in stored.items():
         module, _, rest = name.rpartition(".")
-        shapes = found.setdefault(_from_layer(module), [])
+        shapes = by_module.setdefault(_from_layer(module), [])
         if rest == "weight" and len(shape) == 2:
             shapes.append(shape)
     for module, adapted in modules.items():
-        if (weights := found.get(_from_layer(module))) is None:
+        if (weights := by_module.get(_from_layer(module))) is None:
             raise ModelError(f"{WEIGHTS}: {module}: the served model has no such module; {OTHER_BASE}")
         if weights and sorted((adapted.outputs, adapted.inputs)) not in map(sorted, weights):
             raise ModelError(
@@ -220,8 +220,8 @@ def _ends(module: str) -> Iterator[str]:
 
 
 def _from_layer(module: str) -> str:
-    found = _LAYER.search(module)
-    return module[found.start("index") :] if found else module
+    match = _LAYER.search(module)
+    return module[match.start("index") :] if match else module
 
 
 def digest_of(folder: Path) -> bytes:

@@ -38,8 +38,8 @@ def is_repository(text: str) -> bool:
 
 def in_address(text: str) -> HubName | None:
     """Return the name in the address of a model's page, also of one that was read as a path; None without one."""
-    found = re.search(r"\bhttps?:/{1,2}[^/]+/([^/]+/[^/?#]+)", text)
-    return parse_name(found[1]) if found else None
+    match = re.search(r"\bhttps?:/{1,2}[^/]+/([^/]+/[^/?#]+)", text)
+    return parse_name(match[1]) if match else None
 
 
 def parse_name(text: str) -> HubName | None:
@@ -78,8 +78,8 @@ def find_snapshot(name: HubName) -> Path | None:
         commit = (directory / "refs" / name.revision).read_text().strip()
     except OSError:
         commit = name.revision
-    found = directory / "snapshots" / commit
-    return found if found.is_dir() else None
+    snapshot = directory / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
 
 
 def gguf_in(directory: Path) -> Path:

@@ -94,12 +94,12 @@ def read_models(path: Path) -> ModelsFile:
                 f"{path}: {path.stat().st_size} bytes, at most {MOST_BYTES} are read; shorten the list of models"
             )
         _check_tokens(path, text)
-        found = _texts(path, yaml.compose(text, yaml.BaseLoader))
+        document = _texts(path, yaml.compose(text, yaml.BaseLoader))
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}; check --models") from error
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:  # the latter: an escape past Unicode
         raise ConfigurationError(f"{path}: not readable as YAML: {' '.join(str(error).split())[:300]}") from error
-    fields = found if isinstance(found, dict) else {}
+    fields = document if isinstance(document, dict) else {}
     if unknown := [str(name) for name in fields if name not in ("models", "awake")]:
         raise ConfigurationError(f"{path}: {unknown[0][:100]!r}: no field of the file; it has `models:` and `awake:`")
     listed = fields.get("models")
@@ -145,15 +145,15 @@ def _texts(path: Path, node: yaml.Node | None) -> Any:
         return [_texts(path, each) for each in node.value]
     if not isinstance(node, yaml.MappingNode):
         return None if node is None else node.value
-    found: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
     for key, value in node.value:
         where = f"{path}: line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
             raise ConfigurationError(f"{where}: a name is a mapping or a list; give it as text")
-        if key.value in found:
+        if key.value in texts:
             raise ConfigurationError(f"{where}: {key.value[:100]!r} stands twice; drop one of them")
-        found[key.value] = _texts(path, value)
-    return found
+        texts[key.value] = _texts(path, value)
+    return texts
 
 
 def _entry(path: Path, name: str, fields: Any) -> ModelEntry:

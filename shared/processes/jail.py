@@ -138,8 +138,8 @@ def allocator() -> tuple[Callable[[], int], Callable[[], object]]:
     read.restype = _Allocated
 
     def used() -> int:
-        found = read()
-        return int(found.uordblks + found.hblkhd)
+        counters = read()
+        return int(counters.uordblks + counters.hblkhd)
 
     return used, lambda: trim(0)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from shared.columns import unpack
 from shared.dead_letters import DeadLetters
 from shared.keys import PLACER, PLACER_KEYS, Keys
 from shared.placement import read_placements
+from shared.wire.columns import unpack
 
 DISCOVER_S = 10.0
 EVENTS = 50
@@ -129,18 +129,18 @@ class StackReader:
         """Return the columns HISTORY of every shard for the last `seconds`, thinned to about `points` rows."""
         await self._discover()
         now_s, _ = await self._redis.time()
-        found = {shard: await self.history(shard, 1000 * (int(now_s) - seconds)) for shard in sorted(self._shards)}
-        for columns in found.values():
+        histories = {shard: await self.history(shard, 1000 * (int(now_s) - seconds)) for shard in sorted(self._shards)}
+        for columns in histories.values():
             every = max(1, len(columns["time_ms"]) // points)
             for name, column in columns.items():
                 columns[name] = column[::-every][::-1]  # the newest row stays
-        return found
+        return histories
 
     def _replicas(self, shard: str, rows: Mapping[bytes, bytes]) -> dict[str, Any]:
         """Return the figures of each replica; without those that cannot be read."""
         key = self._keys.replicas(shard)
-        found = ((_text(name), self._letters.read(key, row, _figures)) for name, row in sorted(rows.items()))
-        return {name: figures for name, figures in found if figures is not None}
+        replicas = ((_text(name), self._letters.read(key, row, _figures)) for name, row in sorted(rows.items()))
+        return {name: figures for name, figures in replicas if figures is not None}
 
     async def history(self, shard: str, since_ms: int) -> dict[str, list[float]]:
         """Return the columns HISTORY of one shard since a time of Redis's clock."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shared.columns import Float32, Int32
+from shared.wire.columns import Float32, Int32
 
 MOST = 20
 """Bound of the most likely tokens in a request, besides the sampled one."""

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.columns import unpack
 from shared.errors import ModelError, OrcinusError
 from shared.models.gguf.tokenizer import LLAMA_3, QWEN_2
 from shared.models.model_files import read_bounded
 from shared.processes.jail import Jail, JailError
 from shared.text.end_of_text import MOST_ID
 from shared.text.regex_bounds import regex_problem
+from shared.wire.columns import unpack
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -216,9 +216,9 @@ def encoded(library: Tokenizer, first: str, second: str | None, add_special_toke
     text: Any = first if second is None else (first, second)
     with _no_panic():
         # Of the library's calls, this one lets go of the interpreter's lock; `encode` keeps it.
-        found = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        types = [] if second is None else list(found.type_ids)
-        return list(found.ids), types.index(1) if 1 in types else 0
+        encoding = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        types = [] if second is None else list(encoding.type_ids)
+        return list(encoding.ids), types.index(1) if 1 in types else 0
 
 
 @dataclass(frozen=True, slots=True)

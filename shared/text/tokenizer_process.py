@@ -16,7 +16,6 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from shared.columns import pack
 from shared.processes.jail import allocator, confine
 from shared.text.tokenizer import (
     IDLE,
@@ -29,6 +28,7 @@ from shared.text.tokenizer import (
     encoded,
     parsed,
 )
+from shared.wire.columns import pack
 
 KEPT_BYTES = 64 * 1024
 """Behind a longer text or answer, free memory goes back to the system."""

@@ -16,8 +16,8 @@ from services.worker.in_flight import InFlightStep
 from services.worker.main import record
 from services.worker.registration import Registration
 from services.worker.serving.server import WorkerServer
-from shared.columns import unpack
 from shared.settings import WorkerSettings
+from shared.wire.columns import unpack
 from tests.support.checkpoints.models import EOS, Reference
 from tests.support.stack import START_S, Stack
 from tests.support.waiting import until

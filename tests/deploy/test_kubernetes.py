@@ -21,7 +21,7 @@ from services.gateway.auth import OPEN_PATHS
 from services.gateway.metrics import Metrics as GatewayMetrics
 from services.scheduler.metrics import Metrics as SchedulerMetrics
 from services.worker.metrics import Metrics as WorkerMetrics
-from shared.options import fields_of
+from shared.command_line.options import fields_of
 from shared.settings import (
     ROOT,
     CommonSettings,

@@ -16,9 +16,9 @@ from services.worker.in_flight import InFlightStep
 from services.worker.models.checkpoint import Source
 from services.worker.models.fingerprint import Fingerprint
 from services.worker.parallel.state import ParallelState
-from shared.columns import pack, unpack
 from shared.settings import WorkerSettings
 from shared.text.logprobs import TokenLogprobs, split_records, unpack_records
+from shared.wire.columns import pack, unpack
 from tests.support import in_process
 from tests.support.checkpoints.models import Reference
 

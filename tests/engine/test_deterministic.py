@@ -15,7 +15,7 @@ import torch
 
 from protos import worker_pb2
 from services.worker.engine import Engine
-from shared.columns import unpack
+from shared.wire.columns import unpack
 from tests.engine.driver import Driver, make_engine
 from tests.kernels import cpu_variants
 from tests.support.checkpoints.models import Reference, make_llama

@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from services.worker.engine import Engine
-from shared.columns import pack, unpack
+from shared.wire.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine, tokens_of
 from tests.engine.emulated import GAP, emulated, float16_model
 from tests.engine.test_tokens import all_logits

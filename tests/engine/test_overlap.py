@@ -12,8 +12,8 @@ import torch
 from protos import worker_pb2
 from services.worker.engine import Engine
 from services.worker.slots import SlotTable
-from shared.columns import pack, unpack
 from shared.text.logprobs import unpack_records
+from shared.wire.columns import pack, unpack
 from tests.engine.driver import Ahead, entering, make_engine
 from tests.engine.late_engine import make_late_engine
 from tests.support import in_process

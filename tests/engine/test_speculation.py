@@ -19,8 +19,8 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import NewRequest
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
 from services.worker.engine import Engine
-from shared.columns import pack, unpack
 from shared.errors import ProtocolError
+from shared.wire.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine, requests_of, tokens_of
 from tests.engine.ranks import Processes
 from tests.support import in_process

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from protos import worker_pb2
-from shared.columns import pack
 from shared.text.logprobs import TokenLogprobs
+from shared.wire.columns import pack
 from tests.engine.driver import Driver, make_engine
 from tests.kernels.sequences import batch_of
 from tests.support.checkpoints.models import MIN_GAP, Reference, make_llama

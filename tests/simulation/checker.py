@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protos import queue_pb2
-from shared.columns import unpack
 from shared.keys import GROUP, Keys
 from shared.redis_client import source
+from shared.wire.columns import unpack
 from tests.simulation.clock import Loop, Process, current
 from tests.simulation.redis_server import Node
 from tests.simulation.worker import continuation

@@ -19,11 +19,11 @@ from redis.exceptions import RedisError
 
 from protos import worker_pb2
 from services.worker.registration import TTL_MS, WORKERS_MS
-from shared.columns import pack, unpack
 from shared.ids import identity
 from shared.keys import Keys
 from shared.redis_client import connect
 from shared.settings import SchedulerSettings
+from shared.wire.columns import pack, unpack
 from tests.simulation.clock import Loop, Process
 from tests.simulation.network import Endpoint, Network
 

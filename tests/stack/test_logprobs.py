@@ -173,25 +173,6 @@ def check_listed(told: list[Any], reference: Reference, prompt: list[int], most:
         assert len(entry) == most + (entry[str(token)]["rank"] > most)
 
 
-def test_an_echoed_text_has_offsets_of_its_tokens(stack: Stack, client: openai.OpenAI, reference: Reference) -> None:
-    text = "def orca(pod): naïve 🐋"
-    answer = client.completions.create(model=stack.name, prompt=text, max_tokens=3, echo=True, logprobs=2,
-                                       temperature=0, extra_body={"ignore_eos": True})  # fmt: skip
-    (choice,), usage = answer.choices, answer.usage
-    assert choice.text.startswith(text) and usage is not None and usage.completion_tokens == 3
-    told = choice.logprobs
-    assert told is not None and told.tokens and told.text_offset and told.token_logprobs and told.top_logprobs
-    prompt = stack.post("/tokenize", {"prompt": text}).json()["tokens"]
-    assert len(told.tokens) == len(prompt) + 3
-    assert told.text_offset[0] == 0 and told.text_offset == sorted(told.text_offset)
-    assert told.text_offset[len(prompt)] == len(text)
-    assert [text[at : at + 1] for at in told.text_offset[:8]] == told.tokens[:8] == list("def orca")
-    alone = stack.post("/v1/completions", {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 2}).json()
-    (only,) = alone["choices"]
-    assert (only["text"], only["finish_reason"], alone["usage"]["completion_tokens"]) == (text, "length", 0)
-    assert only["logprobs"]["token_logprobs"][1:] == about(told.token_logprobs[1 : len(prompt)])
-
-
 def test_prompt_logprobs_have_vllms_form_in_completions_and_chats(stack: Stack, reference: Reference) -> None:
     prompts = reference.prompts[:2]
     body = {"prompt": prompts, "n": 2, "max_tokens": 4, "temperature": 0, "prompt_logprobs": 3}

@@ -173,18 +173,6 @@ def test_control_tokens_of_a_document_are_text(judge: tuple[Stack, Reference]) -
     assert answer["usage"]["prompt_tokens"] - plain["usage"]["prompt_tokens"] == marks
 
 
-def test_openai_client_gets_an_encoders_vectors(embedder: tuple[Stack, EncoderReference]) -> None:
-    stack, reference = embedder
-    tokenizer: Any = AutoTokenizer.from_pretrained(reference.path)
-    expected = reference.vectors([tokenizer(text)["input_ids"] for text in DOCUMENTS])
-    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=KEY, max_retries=0) as client:
-        answer = client.embeddings.create(model=stack.name, input=DOCUMENTS)
-        np.testing.assert_allclose([one.embedding for one in answer.data], expected, atol=1e-5)
-        long = client.embeddings.create(model=stack.name, input=[[5] * 128])
-        np.testing.assert_allclose(long.data[0].embedding, reference.vectors([[5] * 128])[0], atol=1e-5)
-    stack.settled_empty()
-
-
 def test_models_say_what_they_are_for(
     embedder: tuple[Stack, Any], cross_encoder: tuple[Stack, Any], judge: tuple[Stack, Any]
 ) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from tokenizers import Tokenizer
 
 from tests.stack.test_retrieval import write_judge
-from tests.support import sse
 from tests.support.stack import Stack, running_stack
-from tests.unit.gateway.text.test_reasoning import CHANNELS, HARMONY, OPENS
+from tests.unit.gateway.text.test_reasoning import OPENS
 
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 1, "seed": 5}
 
@@ -52,26 +48,3 @@ def test_thinking_has_at_most_its_budget(stack: Stack, asked: dict[str, Any], bu
     thinking, content, thought = answered(stack, **asked, max_tokens=20, thinking_token_budget=budget)
     assert thought == budget + 1, "with the closing mark"
     assert free[0].startswith(thinking.rstrip("\ufffd")) and content
-
-
-def test_analysis_has_at_most_its_budget(tmp_path: Path) -> None:
-    """The bias makes a model with random weights begin an analysis and never end it."""
-    path = write_judge(tmp_path / "harmony").path
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.add_special_tokens(HARMONY[0])
-    tokenizer.add_tokens(HARMONY[1])
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = path / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": CHANNELS}))
-    channel, analysis = (tokenizer.token_to_id(word) for word in ("<|channel|>", "analysis"))
-    with running_stack(tmp_path / "stack", path, dtype="float32") as stack:
-        bias = {str(channel): 100, str(analysis): 90, "257": -100}
-        body = ASKED | {"model": stack.name, "logit_bias": bias, "max_tokens": 40, "thinking_token_budget": 5}
-        thinking, content, thought = answered(stack, **body)
-        assert (thinking, thought) == ("<|channel|>" * 5, 5 + 3), "with the three tokens of the head"
-        assert content.startswith("<|channel|>"), "behind the head of the final message"
-        url, body = f"{stack.url}/v1/chat/completions", body | {"stream": True}
-        with httpx.stream("POST", url, json=body, timeout=60) as answer:
-            deltas = [event["choices"][0]["delta"] for event in sse.objects(answer.iter_lines())]
-        assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == thinking
-        assert "".join(delta.get("content") or "" for delta in deltas) == content

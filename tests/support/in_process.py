@@ -18,7 +18,7 @@ from services.scheduler.core.types import Finish, NewRequest, Outcome
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
-from shared.columns import pack, unpack
+from shared.wire.columns import pack, unpack
 
 MOST_STEPS = 200_000
 MOST_IDLE = 1_000

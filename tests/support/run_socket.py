@@ -11,7 +11,7 @@ from contextlib import suppress
 import grpc
 
 from protos import worker_pb2
-from shared import run_socket
+from shared.wire import run_socket
 
 
 class EndedError(grpc.RpcError):

@@ -29,7 +29,7 @@ from services.scheduler.telemetry import Stats
 from services.scheduler.workers.fleet import Fleet
 from services.scheduler.workers.loop import WorkerContext
 from services.scheduler.workers.registry import Registration
-from shared.arguments import Parser
+from shared.command_line.arguments import Parser
 from shared.settings import ROOT, SchedulerSettings
 
 COUNTS = (1, 2, 4, 8)

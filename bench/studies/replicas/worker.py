@@ -14,8 +14,8 @@ import numpy as np
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.scheduler.core.types import Limits
-from shared.columns import pack, unpack
 from shared.settings import SchedulerSettings
+from shared.wire.columns import pack, unpack
 
 LIMITS = Limits(slots=64, blocks=8192, block_size=16, max_model_len=4096, max_step_tokens=2048)
 

@@ -10,21 +10,20 @@ as dozens of decode steps. All workers share the cores of this machine.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.local import free_ports
+import psutil
+
+from bench.local import stack
 from bench.result import provenance, write
+from services.launcher.rundir import RunDir
 from shared.settings import DEMO_MODEL, ROOT
 
 MODES = {"together": ["--replicas", "2"], "apart": ["--prefill", "1", "--decode", "1"]}
@@ -32,7 +31,6 @@ SHAPE = {
     "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 4, "max_position_embeddings": 2048, "dtype": "float32",
 }  # fmt: skip
-START_S = 180.0
 SHOWN = ("ttft_ms", "tbt_ms", "e2e_ms")
 
 
@@ -47,68 +45,34 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-@contextlib.contextmanager
-def stack(model: Path, directory: Path, mode: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield the address of a stack, and the pids of its services."""
-    port, ops_port = free_ports(2)
-    argv = [
-        *(sys.executable, "-m", "services.cli", "up", "--model", str(model), "--load-format", "dummy", *MODES[mode]),
-        *("--device", "cpu", "--kernels", "cpu", "--threads", "1", "--max-seqs", "16", "--kv-blocks", "2048"),
-        *("--run-dir", str(directory), "--port", str(port), "--ops-port", str(ops_port)),
-    ]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
-    log = directory.with_suffix(".log")
-    with log.open("wb") as out:
-        process = subprocess.Popen(argv, cwd=ROOT, env=clean, stdout=out, stderr=out)
-    try:
-        until_ready(process, f"http://127.0.0.1:{port}/health/ready")
-        yield f"http://127.0.0.1:{port}", json.loads((directory / "processes.json").read_text())
-    except BaseException:
-        print(log.read_text()[-3000:], file=sys.stderr)
-        raise
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def until_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    """Wait for the stack. Raises RuntimeError if it ends first or takes longer than START_S."""
-    by = time.monotonic() + START_S
-    while time.monotonic() < by and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - our own port
-            if answer.status == 200:
-                return
-        time.sleep(0.2)
-    raise RuntimeError(f"the stack is not ready: {url}")
-
-
 def measure(model: Path, mode: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Run the load generator once against a new stack."""
-    with tempfile.TemporaryDirectory() as directory, stack(model, Path(directory) / "run", mode) as (url, pids):
+    up = [
+        *("--model", str(model), "--load-format", "dummy", *MODES[mode], "--device", "cpu", "--kernels", "cpu"),
+        *("--threads", "1", "--max-seqs", "16", "--kv-blocks", "2048"),
+    ]
+    with tempfile.TemporaryDirectory() as directory, stack(Path(directory), up) as url:
+        pids = RunDir(Path(directory) / "run").pids()
+        workers = {name: pid for name, pid in pids.items() if name.startswith("worker")}
         argv = [
             *(sys.executable, "-m", "services.cli", "bench", "serve", "--url", url, "--json", "--warmup", "4"),
             *("--rate", str(options.rate), "--requests", str(options.requests), "--seed", str(seed)),
             *("--prompt-tokens", options.prompt_tokens, "--output-tokens", options.output_tokens),
         ]
-        before = cpu_s(pids)
+        before = cpu_s(workers)
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900)
         if done.returncode:
             raise RuntimeError(f"the load generator ended with {done.returncode}: {done.stderr[-2000:]}")
-        used = {name: round(seconds - before[name], 2) for name, seconds in cpu_s(pids).items()}
+        used = {name: round(seconds - before[name], 2) for name, seconds in cpu_s(workers).items()}
     found = json.loads(done.stdout)
     kept = ("command", "finished", "failed", "wall_s", "output_tok_s", *SHOWN)
     return {"mode": mode, "seed": seed, **{name: found[name] for name in kept}, "worker_cpu_s": used}
 
 
 def cpu_s(pids: dict[str, int]) -> dict[str, float]:
-    """Return the CPU time of each worker so far."""
-    tick = os.sysconf("SC_CLK_TCK")
-    fields = {
-        name: Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-        for name, pid in pids.items()
-        if name.startswith("worker")
-    }
-    return {name: (int(words[11]) + int(words[12])) / tick for name, words in fields.items()}
+    """Return the CPU time of each process so far."""
+    times = {name: psutil.Process(pid).cpu_times() for name, pid in pids.items()}
+    return {name: spent.user + spent.system for name, spent in times.items()}
 
 
 def middle(runs: list[dict[str, Any]]) -> dict[str, Any]:

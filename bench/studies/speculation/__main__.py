@@ -17,8 +17,6 @@ import asyncio
 import json
 import os
 import secrets
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,12 +29,11 @@ import aiohttp
 import numpy as np
 from tokenizers import Tokenizer
 
-from bench.local import free_ports
+from bench.local import stack
 from bench.result import RESULTS, ROOT, provenance, write
 from bench.studies.speculation import texts
 
 SEED = 20261124
-START_S, STOP_S = 120.0, 20.0
 KINDS = ("edits", "json", "schema", "quotes", "prose")
 FORMAT = {"type": "json_schema", "json_schema": {"name": "record", "schema": texts.SCHEMA}}
 OPEN: dict[str, Any] = {"ignore_eos": True}
@@ -72,46 +69,6 @@ def recorded(options: argparse.Namespace) -> tuple[list[list[int]], dict[str, li
         np.random.default_rng(SEED).shuffle(numbers)
         found[kind] = [(int(number), int(size)) for number, size in numbers]
     return ids, found
-
-
-class Stack:
-    """`orcinus up` with the sampler of recorded texts; it ends with the block."""
-
-    def __init__(self, model: Path, file: Path, keys: Path, folder: Path) -> None:
-        port = free_ports(1)[0]
-        self.url = f"http://127.0.0.1:{port}"
-        path = os.pathsep.join(filter(None, [str(HOOK), str(ROOT), os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "PYTHONPATH": path, "RECORDED_TEXTS": str(file)}
-        command = [sys.executable, "-m", "services.cli", "up", "--stop-with-parent", "--port", str(port)]
-        command += ["--model", str(model), "--served-model-name", "study", "--run-dir", str(folder / "run")]
-        command += ["--api-key-file", str(keys)]
-        self._log = (folder / "log").open("w")
-        self._process = subprocess.Popen(command, env=env, stdout=self._log, stderr=subprocess.STDOUT, cwd=ROOT)
-
-    async def ready(self, session: aiohttp.ClientSession) -> None:
-        """Wait until it serves. Raise SystemExit with its log when it does not."""
-        until = time.monotonic() + START_S
-        while time.monotonic() < until and self._process.poll() is None:
-            try:
-                async with session.get(f"{self.url}/health/ready") as answer:
-                    if answer.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.2)
-        raise SystemExit(f"the stack does not serve:\n{self.log()[-2000:]}")
-
-    def log(self) -> str:
-        """Return what the stack has said."""
-        return Path(self._log.name).read_text()
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._log.close()
 
 
 class Load:
@@ -156,31 +113,40 @@ class Load:
         return tokens
 
 
-async def measure(options: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], None]) -> None:
+def measure(options: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], None]) -> None:
     """Give `keep` the rows so far whenever one is done."""
     ids, chosen = recorded(options)
-    rows = []
+    keys = [secrets.token_hex(16) for _ in range(TENANTS)]
     with tempfile.TemporaryDirectory(prefix="speculation-") as scratch:
         file, key_file = Path(scratch) / "texts.json", Path(scratch) / "keys"
         file.write_text(json.dumps(ids))
-        keys = [secrets.token_hex(16) for _ in range(TENANTS)]
         key_file.write_text("\n".join(keys))
         key_file.chmod(0o600)
-        stack = Stack(options.model, file, key_file, Path(scratch))
-        try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
-                await stack.ready(session)
-                warm = Load(session, stack.url, keys, ids, OPEN)
-                await warm.span(chosen[options.kinds[-1]][-8:], 4, speculate=False)
-                for streams in options.streams:
-                    for kind in options.kinds:
-                        warm.begin_again()
-                        load = Load(session, stack.url, keys, ids, BOUND if kind == "schema" else OPEN)
-                        rows.append(await compare(load, kind, streams, chosen[kind], options.rounds))
-                        print(json.dumps(rows[-1]), flush=True)
-                        keep(rows)
-        finally:
-            stack.stop()
+        path = os.pathsep.join(filter(None, [str(HOOK), str(ROOT), os.environ.get("PYTHONPATH")]))
+        up = ["--model", str(options.model), "--served-model-name", "study", "--api-key-file", str(key_file)]
+        with stack(Path(scratch), up, {"PYTHONPATH": path, "RECORDED_TEXTS": str(file)}) as url:
+            asyncio.run(spans(options, url, keys, ids, chosen, keep))
+
+
+async def spans(
+    options: argparse.Namespace,
+    url: str,
+    keys: list[str],
+    ids: list[list[int]],
+    chosen: dict[str, list[tuple[int, int]]],
+    keep: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    rows = []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+        warm = Load(session, url, keys, ids, OPEN)
+        await warm.span(chosen[options.kinds[-1]][-8:], 4, speculate=False)
+        for streams in options.streams:
+            for kind in options.kinds:
+                warm.begin_again()
+                load = Load(session, url, keys, ids, BOUND if kind == "schema" else OPEN)
+                rows.append(await compare(load, kind, streams, chosen[kind], options.rounds))
+                print(json.dumps(rows[-1]), flush=True)
+                keep(rows)
 
 
 async def compare(load: Load, kind: str, streams: int, chosen: list[tuple[int, int]], rounds: int) -> dict[str, Any]:
@@ -251,7 +217,7 @@ def main() -> int:
             result = facts | {"model": options.model.name, "rows": rows}
             write(RESULTS / f"{options.name}.json", result, rows_on_lines=True)
 
-    asyncio.run(measure(options, keep))
+    measure(options, keep)
     return 0
 
 

@@ -61,10 +61,10 @@ class Block:
 def _arguments(written: str) -> dict[str, Any]:
     """Return the input of a call. What was cut is completed; what is no object stays readable under one name."""
     try:
-        found = from_json(written or "{}", allow_partial="trailing-strings")
+        arguments = from_json(written or "{}", allow_partial="trailing-strings")
     except ValueError:
-        found = None
-    return _writable(found) if isinstance(found, dict) else {"arguments": written}
+        arguments = None
+    return _writable(arguments) if isinstance(arguments, dict) else {"arguments": written}
 
 
 def _writable(value: Any) -> Any:

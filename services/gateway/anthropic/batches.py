@@ -164,11 +164,11 @@ def _lines(body: MessageBatchBody, most_bytes: int) -> Iterator[bytes]:
 
 def _find(batches: BatchStore, tenant: str, batch_id: str) -> Batch:
     """Return a batch of messages. Raise ApiError(404)."""
-    found = batches.get(tenant, batch_id)
-    if found is None or found.order.endpoint != MESSAGES:
+    batch = batches.get(tenant, batch_id)
+    if batch is None or batch.order.endpoint != MESSAGES:
         text = f"batch {batch_id[:80]!r} not found; GET {PATH} lists those of the key's tenant"
         raise ApiError(404, text, param="batch_id", code="batch_not_found")
-    return found
+    return batch
 
 
 def _found(batches: BatchStore, tenant: str, batch_id: str) -> dict[str, Any]:
@@ -180,18 +180,18 @@ def _page(batches: BatchStore, tenant: str, limit: int, after_id: str | None, be
     if after_id and before_id:
         raise invalid("before_id", "before_id and after_id exclude each other; send one of them")
     read = (batches.get(tenant, batch_id) for batch_id in reversed(batches.ids(tenant)))
-    found = [batch for batch in read if batch is not None and batch.order.endpoint == MESSAGES]
+    listed = [batch for batch in read if batch is not None and batch.order.endpoint == MESSAGES]
     begin, end = 0, limit
     if name := after_id or before_id:
         field = "after_id" if after_id else "before_id"
-        at = next((index for index, batch in enumerate(found) if batch.order.id == name), None)
+        at = next((index for index, batch in enumerate(listed) if batch.order.id == name), None)
         if at is None:
             raise invalid(field, f"{field} {shown(name)} is not in this list; leave it out")
         begin, end = (at + 1, at + 1 + limit) if after_id else (max(0, at - limit), at)
-    chosen = [_body(batch) for batch in found[begin:end]]
+    chosen = [_body(batch) for batch in listed[begin:end]]
     return {
         "data": chosen,
-        "has_more": begin > 0 if before_id else end < len(found),
+        "has_more": begin > 0 if before_id else end < len(listed),
         "first_id": chosen[0]["id"] if chosen else None,
         "last_id": chosen[-1]["id"] if chosen else None,
     }
@@ -232,14 +232,14 @@ def _time(seconds: int | None) -> str | None:
 
 def _open(files: FileStore, batch: Batch, ids: list[str]) -> list[BinaryIO]:
     """Open files of a batch; those that are deleted or have expired are left out."""
-    found = []
+    opened = []
     for file_id in ids:
         try:
-            found.append(files.open(batch.order.tenant, file_id)[1])
+            opened.append(files.open(batch.order.tenant, file_id)[1])
         except ApiError as error:
             if error.code != "file_not_found":
                 raise
-    return found
+    return opened
 
 
 def _results(batches: BatchStore, files: FileStore, tenant: str, batch_id: str) -> Iterator[bytes]:

@@ -347,11 +347,11 @@ def _messages(body: CountBody) -> tuple[list[dict[str, Any]], list[int]]:
             else:
                 groups.append([turn])
                 places.append(index)
-    found = [turns[0] if len(turns) == 1 else _merged(turns) for turns in groups]
-    if found[-1]["role"] == "assistant" and "tool_calls" in found[-1]:
+    merged = [turns[0] if len(turns) == 1 else _merged(turns) for turns in groups]
+    if merged[-1]["role"] == "assistant" and "tool_calls" in merged[-1]:
         text = "messages: the last one has tool_use without a tool_result behind it; send the results, or leave it out"
         raise invalid("messages", text)
-    return found, places
+    return merged, places
 
 
 def _turns(message: InputMessage, where: str) -> list[dict[str, Any]]:

@@ -106,12 +106,12 @@ class BatchDriver:
         of a tenant with at least two more than another is left for a batch of that one: batches may run for days.
         """
         app = self.app
-        found = await self.files.in_thread(self.batches.unfinished)
+        unfinished = await self.files.in_thread(self.batches.unfinished)
         now = time.monotonic()
         self._paused = {batch: until for batch, until in self._paused.items() if until > now}
         turns: Counter[str] = Counter(batch.owner for batch in self._driven)
         ranked = []
-        for batch in found:
+        for batch in unfinished:
             if batch not in self._driven:
                 ranked.append((turns[batch.owner], batch))
                 turns[batch.owner] += 1

@@ -231,10 +231,10 @@ class FileStore:
 
     def find(self, tenant: str, file_id: str) -> StoredFile:
         """Return a file of a tenant. Raise ApiError(404)."""
-        found = self._read(self.folder(self.owner(tenant)), file_id) if FILE_ID.fullmatch(file_id) else None
-        if found is None:
+        file = self._read(self.folder(self.owner(tenant)), file_id) if FILE_ID.fullmatch(file_id) else None
+        if file is None:
             raise unknown_file(file_id)
-        return found
+        return file
 
     def path(self, tenant: str, file_id: str) -> Path:
         """Return the path of a file's content. Raise ApiError(404)."""
@@ -252,8 +252,8 @@ class FileStore:
         """Return the files of a tenant, the oldest first."""
         folder = self.folder(self.owner(tenant))
         names = [name.removesuffix(".json") for name in os.listdir(folder) if name.endswith(".json")]
-        found = [self._read(folder, name) for name in names if FILE_ID.fullmatch(name)]
-        return sorted((file for file in found if file is not None), key=lambda file: (file.created_at, file.id))
+        files = [self._read(folder, name) for name in names if FILE_ID.fullmatch(name)]
+        return sorted((file for file in files if file is not None), key=lambda file: (file.created_at, file.id))
 
     def delete(self, tenant: str, file_id: str) -> None:
         """Delete a file. Raise ApiError(404)."""
@@ -303,11 +303,11 @@ class FileStore:
         """Return a file that exists and has not expired; None also for a record that cannot be read."""
         try:
             with open_plain(folder / f"{file_id}.json") as record:
-                found = _STORED.validate_json(record.read())
+                stored = _STORED.validate_json(record.read())
         except (FileNotFoundError, ValidationError):
             return None
-        is_here = found.id == file_id and (folder / file_id).is_file()
-        return found if is_here and found.expires_at > time.time() else None
+        is_here = stored.id == file_id and (folder / file_id).is_file()
+        return stored if is_here and stored.expires_at > time.time() else None
 
     @staticmethod
     def _remove(folder: Path, file_id: str) -> None:
@@ -336,8 +336,8 @@ def used_bytes(folder: Path) -> int:
     for place, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                found = os.lstat(os.path.join(place, name))
-                seen[found.st_ino] = found.st_size
+                status = os.lstat(os.path.join(place, name))
+                seen[status.st_ino] = status.st_size
     return sum(seen.values())
 
 

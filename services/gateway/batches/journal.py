@@ -45,14 +45,14 @@ def whole_bytes(folder: Path, epoch: int) -> int:
 
 def rows(folder: Path, sealed: Sequence[tuple[int, int]], epoch: int) -> dict[int, Row]:
     """Return the rows that count at an epoch, by the number of their input line; the first of a line counts."""
-    found: dict[int, Row] = {}
+    rows_by_number: dict[int, Row] = {}
     for each, most_bytes in [*sealed, (epoch, None)]:
         for offset, text in _texts(folder, each, most_bytes):
             if (match := ROW.fullmatch(text)) and (line := _object(match[3])) is not None:
                 begin = match.start(3)
                 row = Row(each, offset + begin, len(text) - begin, match[2] == b"1", usage_of(line))
-                found.setdefault(int(match[1]), row)
-    return found
+                rows_by_number.setdefault(int(match[1]), row)
+    return rows_by_number
 
 
 def _object(text: bytes) -> Any:

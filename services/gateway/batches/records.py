@@ -173,10 +173,10 @@ class BatchStore:
 
     def find(self, tenant: str, batch_id: str) -> Batch:
         """Return a batch of a tenant. Raise ApiError(404)."""
-        found = self.get(tenant, batch_id)
-        if found is None:
+        batch = self.get(tenant, batch_id)
+        if batch is None:
             raise unknown_batch(batch_id)
-        return found
+        return batch
 
     def ids(self, tenant: str) -> list[str]:
         """Return the ids of a tenant's batches, the oldest first."""
@@ -185,22 +185,22 @@ class BatchStore:
 
     def cancel(self, tenant: str, batch_id: str) -> Batch:
         """Ask the gateway that drives a batch to end it. Raise ApiError(404, 409)."""
-        found = self.find(tenant, batch_id)
-        if found.status in ENDED:
-            text = f"batch {batch_id}: its status is {found.status}; only one that has not ended can be cancelled"
+        batch = self.find(tenant, batch_id)
+        if batch.status in ENDED:
+            text = f"batch {batch_id}: its status is {batch.status}; only one that has not ended can be cancelled"
             raise ApiError(409, text, param="batch_id", code="batch_ended")
         folder = self.folder(self._files.owner(tenant), batch_id)
-        if found.cancelling_at is None:
+        if batch.cancelling_at is None:
             write_whole(folder / "cancel", b"%d" % time.time())
         return self.find(tenant, batch_id)
 
     def delete(self, tenant: str, batch_id: str) -> None:
         """Forget a batch that has ended, and delete its files. Raise ApiError(404, 409)."""
-        found = self.find(tenant, batch_id)
-        if found.status not in ENDED:
-            text = f"batch {batch_id}: its status is {found.status}; cancel it first, or wait until it has ended"
+        batch = self.find(tenant, batch_id)
+        if batch.status not in ENDED:
+            text = f"batch {batch_id}: its status is {batch.status}; cancel it first, or wait until it has ended"
             raise ApiError(409, text, param="batch_id", code="batch_not_ended")
-        for file_id in (found.order.input_file_id, found.state.output_file_id, found.state.error_file_id):
+        for file_id in (batch.order.input_file_id, batch.state.output_file_id, batch.state.error_file_id):
             if file_id is not None:
                 with contextlib.suppress(ApiError):  # the client has deleted it
                     self._files.delete(tenant, file_id)
@@ -211,8 +211,8 @@ class BatchStore:
         root = self._files.root
         if root is None or not (root / "open").is_dir():
             return []
-        found = (MARKER.fullmatch(name) for name in os.listdir(root / "open"))
-        return sorted(OpenBatch(int(match[1]), match[2], match[3]) for match in found if match is not None)
+        matches = (MARKER.fullmatch(name) for name in os.listdir(root / "open"))
+        return sorted(OpenBatch(int(match[1]), match[2], match[3]) for match in matches if match is not None)
 
     def folder(self, owner: str, batch_id: str) -> Path:
         """Return the folder of a batch."""
@@ -220,20 +220,20 @@ class BatchStore:
 
     def order(self, batch: OpenBatch) -> BatchOrder | None:
         """Return what was ordered; None, and no marker any more, where there is no such batch."""
-        found = self._read(self.folder(batch.owner, batch.id))
-        if found is not None and found.state.status not in ENDED:
-            return found.order
+        stored = self._read(self.folder(batch.owner, batch.id))
+        if stored is not None and stored.state.status not in ENDED:
+            return stored.order
         marker = self._marker(batch)
-        if found is not None:
-            self._forget(batch, found.state.epoch)
+        if stored is not None:
+            self._forget(batch, stored.state.epoch)
         elif marker.exists() and time.time() - marker.stat().st_mtime > STALE_S:
             marker.unlink(missing_ok=True)
         return None
 
     def epoch(self, batch: OpenBatch) -> int:
         """Return the last epoch of a batch; 0 where there is no such batch."""
-        found = self._read(self.folder(batch.owner, batch.id))
-        return 0 if found is None else found.state.epoch
+        stored = self._read(self.folder(batch.owner, batch.id))
+        return 0 if stored is None else stored.state.epoch
 
     def take_over(self, batch: OpenBatch, epoch: int) -> BatchState:
         """Begin an epoch and return its state; of earlier ones nothing stays but what counts. Raise Outdated."""
@@ -289,8 +289,8 @@ class BatchStore:
         for name in os.listdir(folder):
             path = folder / name
             if BATCH_ID.fullmatch(name):
-                found = self._read(path)
-                if found is not None and found.status in ENDED and _ended_at(found) + retention_s < time.time():
+                stored = self._read(path)
+                if stored is not None and stored.status in ENDED and _ended_at(stored) + retention_s < time.time():
                     _remove(path)
             elif name.startswith(".new-") and path.is_dir() and time.time() - path.stat().st_mtime > STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
@@ -300,8 +300,8 @@ class BatchStore:
         ids = self.ids(tenant)
         if len(ids) < MAX_BATCHES:
             return
-        found = (self._read(folder / batch_id) for batch_id in ids)
-        ended = next((batch for batch in found if batch is not None and batch.status in ENDED), None)
+        stored = (self._read(folder / batch_id) for batch_id in ids)
+        ended = next((batch for batch in stored if batch is not None and batch.status in ENDED), None)
         if ended is None:
             text = f"batches: {MAX_BATCHES} have not ended, which is the most; {RETRY}, or cancel some"
             raise ApiError(429, text, code="too_many_batches", retry_after_s=60)

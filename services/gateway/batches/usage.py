@@ -51,10 +51,10 @@ def usage_of(line: Any) -> Usage:
 
 
 def _within(value: Any, name: str) -> dict[str, Any]:
-    found = value.get(name) if isinstance(value, dict) else None
-    return found if isinstance(found, dict) else {}
+    part = value.get(name) if isinstance(value, dict) else None
+    return part if isinstance(part, dict) else {}
 
 
 def _number(value: dict[str, Any], name: str) -> int:
-    found = value.get(name)
-    return found if isinstance(found, int) else 0
+    count = value.get(name)
+    return count if isinstance(count, int) else 0

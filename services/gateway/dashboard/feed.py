@@ -33,28 +33,28 @@ FAILED = (*Unreachable, RedisError)
 class Viewer:
     """One page that is open."""
 
-    __slots__ = ("_frame", "_past", "_ready", "fresh")
+    __slots__ = ("_frame", "_past", "_ready", "needs_past")
 
     def __init__(self) -> None:
         self._past: bytes | None = None
         self._frame: bytes | None = None
         self._ready = asyncio.Event()
-        self.fresh = True  # has not been given the past yet
+        self.needs_past = True  # until the first frames with it
 
     def put(self, frame: bytes, past: bytes | None) -> None:
-        """Hold the newest frame, in place of one that was not taken."""
+        """Hold the newest frame; it replaces one that was not taken."""
         self._frame = frame
         self._past = past or self._past
-        self.fresh = self.fresh and past is None
+        self.needs_past = self.needs_past and past is None
         self._ready.set()
 
     async def take(self) -> bytes:
-        """Wait for a frame, and return all that waits, in order."""
+        """Wait for a frame, and return the history, if there is one, before it."""
         await self._ready.wait()
         self._ready.clear()
-        found = (self._past or b"") + (self._frame or b"")
+        frames = (self._past or b"") + (self._frame or b"")
         self._past = self._frame = None
-        return found
+        return frames
 
 
 class Feed:
@@ -106,10 +106,10 @@ class Feed:
             while True:
                 started = time.monotonic()
                 frame = _event("now", await self._look(reader))
-                asked = any(viewer.fresh for viewer in self._viewers) and self._past
-                past = _event("past", self._past) if asked else None
+                is_past_due = bool(self._past) and any(viewer.needs_past for viewer in self._viewers)
+                past = _event("past", self._past) if is_past_due else None
                 for viewer in self._viewers:
-                    viewer.put(frame, past if viewer.fresh else None)
+                    viewer.put(frame, past if viewer.needs_past else None)
                 await asyncio.sleep(max(0.1, EVERY_S - (time.monotonic() - started)))
         finally:
             await _close(redis)
@@ -121,13 +121,13 @@ class Feed:
                 await self._remember(reader, shard, state["stats"], view["time_ms"])
         except FAILED as error:
             return {"error": f"Redis does not answer: {str(error) or type(error).__name__}"}
-        except (KeyError, TypeError, ValueError) as error:  # of another version, or not ours
+        except (KeyError, TypeError, ValueError) as error:  # another version or program wrote it
             log.warning("state of the stack in Redis is unreadable: %r", error)
             return {"error": f"state of the stack in Redis is unreadable: {error!r}"}
         return view
 
     async def _remember(self, reader: StackReader, shard: str, stats: dict[str, Any], now_ms: int) -> None:
-        """Keep five minutes of each shard: read once, then followed."""
+        """Keep five minutes of a shard: read them from Redis once, then append the statistics of each look."""
         if shard not in self._past:
             self._past[shard] = await reader.history(shard, now_ms - 1000 * HISTORY_S)
         columns = self._past[shard]

@@ -164,8 +164,8 @@ class OrphanAdopter:
         where Redis has lost their ends. A scheduler may write an end after its tokens: only the second look counts.
         """
         key, background = self._keys.background_of(self._gateway_id), self._background
-        found = await self._redis.srandmember(key, BATCH)  # all of a large set would hold Redis and the event loop
-        members = self._letters.read_all(key, found, text)
+        sample = await self._redis.srandmember(key, BATCH)  # all of a large set would hold Redis and the event loop
+        members = self._letters.read_all(key, sample, text)
         names = {*members, *background.ended, *self._unread} - {*background.kept, *background.left, *self._streams}
         waiting, unread = set[str](), set[str]()
         if names:
@@ -184,8 +184,8 @@ class OrphanAdopter:
     async def _gone(self) -> list[str]:
         """Gateways without a heartbeat that may leave requests behind."""
         members = await self._redis.smembers(self._keys.background)
-        found = self._letters.read_all(self._keys.background, members, text)
-        names = [name for name in found if name != self._gateway_id]
+        gateways = self._letters.read_all(self._keys.background, members, text)
+        names = [name for name in gateways if name != self._gateway_id]
         beats = await self._redis.mget([self._keys.alive("gateway", name) for name in names]) if names else []
         now = time.monotonic()
         silent = [name for name, beat in zip(names, beats, strict=True) if beat is None]
@@ -195,11 +195,11 @@ class OrphanAdopter:
     async def adopt_from(self, gateway: str) -> None:
         """Adopt background requests of a gateway that has died, BATCH at most."""
         key = self._keys.background_of(gateway)
-        found = await self._redis.srandmember(key, BATCH)
-        if not found:
+        sample = await self._redis.srandmember(key, BATCH)
+        if not sample:
             await self._redis.srem(self._keys.background, gateway)
             return
-        names, adopted = self._letters.read_all(key, found, text), set[str]()
+        names, adopted = self._letters.read_all(key, sample, text), set[str]()
         for request_id in names:
             if request_id in self._background.unreadable:
                 continue

@@ -49,7 +49,6 @@ from services.gateway.errors import (
 )
 from services.gateway.metrics import Metrics
 from services.gateway.request import Backlog, GenerationSpec, Waiting
-from shared.columns import unpack
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
 from shared.redis_client import (
@@ -66,7 +65,8 @@ from shared.redis_client import (
 )
 from shared.settings import GatewaySettings
 from shared.tasks import end
-from shared.token_batches import MOST_VOCABULARY, check_tokens, decode_batch
+from shared.wire.columns import unpack
+from shared.wire.token_batches import MOST_VOCABULARY, check_tokens, decode_batch
 
 log = logging.getLogger("orcinus.gateway")
 

@@ -73,11 +73,11 @@ def _parsed(raw: bytes | ResponseError) -> StoredResponse:
     if isinstance(raw, ResponseError):
         raise raw
     try:
-        found = _STORED.validate_json(raw)
-        _State.model_validate(found.response, strict=True)
+        response = _STORED.validate_json(raw)
+        _State.model_validate(response.response, strict=True)
     except ValidationError as error:
         raise ValueError(str(error)[:200]) from None
-    return found
+    return response
 
 
 def _owner(entry: bytes | None) -> str:
@@ -138,8 +138,8 @@ class ResponseStore:
         raw = await self._ask(read)
         if not raw:  # it has gone just now
             return None, raw is not None
-        found = self._letters.read(key, raw, _parsed)
-        return (found, False) if found is not None and found.tenant == tenant else (None, False)
+        response = self._letters.read(key, raw, _parsed)
+        return (response, False) if response is not None and response.tenant == tenant else (None, False)
 
     async def look(self, response_id: str, tenant: str) -> tuple[int, bool]:
         """Return the bytes of a stored response of a tenant, 0 where there is none, and whether it was deleted. Raise

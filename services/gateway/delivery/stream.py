@@ -39,9 +39,9 @@ from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.reader import CallPiece, Reader
 from services.gateway.tracing import RequestSpan
-from shared.columns import unpack, unpack_list
 from shared.dead_letters import integer
 from shared.text.logprobs import check_records, split_records
+from shared.wire.columns import unpack, unpack_list
 
 NOTHING, PREAMBLE = -2, -1
 """Positions before the first token: nothing was sent; what comes before the text was (a role, an echoed prompt)."""

@@ -112,11 +112,11 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise invalid("raw_input_contents", f"{len(request.inputs)} inputs, but {len(raw)} raw contents")
-    found: dict[str, list[Any]] = {}
+    tensors: dict[str, list[Any]] = {}
     for index, tensor in enumerate(request.inputs):
         name = tensor.name
-        if name not in known or name in found:
-            what = "is given twice" if name in found else f"is unknown; the model has {', '.join(known)}"
+        if name not in known or name in tensors:
+            what = "is given twice" if name in tensors else f"is unknown; the model has {', '.join(known)}"
             raise invalid("inputs", f"the input {shown(name)} {what}", "unknown_parameter")
         if tensor.datatype != known[name]:
             raise invalid(name, f"{name} must have the datatype {known[name]}; got {shown(tensor.datatype)}")
@@ -132,8 +132,8 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
             raise invalid(name, text, "invalid_value")
         if any(size < 0 for size in tensor.shape) or math.prod(tensor.shape) != len(elements):
             raise invalid(name, f"{name} has the shape {list(tensor.shape)}, but {len(elements)} elements")
-        found[name] = list(elements)
-    return found
+        tensors[name] = list(elements)
+    return tensors
 
 
 def _parameters(given: Mapping[str, kserve.InferParameter]) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def router(gateway: Gateway) -> APIRouter:
 def _page(batches: BatchStore, tenant: str, limit: int, after: str) -> dict[str, Any]:
     """Return a page of the list; blocks, and reads the records of that page alone. Raise ApiError(400)."""
     page = listed([{"id": batch_id} for batch_id in batches.ids(tenant)], limit, after, newest_first=True)
-    found = (batches.get(tenant, item["id"]) for item in page["data"])
-    return page | {"data": [batch.body() for batch in found if batch is not None]}
+    batches_of_page = (batches.get(tenant, item["id"]) for item in page["data"])
+    return page | {"data": [batch.body() for batch in batches_of_page if batch is not None]}
 
 
 def _order(body: BatchBody, request: Request) -> BatchOrder:

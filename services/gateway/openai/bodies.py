@@ -35,10 +35,10 @@ from services.gateway.models import ServedModel
 from services.gateway.request import ARRIVAL, Arrival, GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
-from shared.columns import pack, pack_float
 from shared.text import bounded_json
 from shared.text.logprobs import MOST as MOST_LOGPROBS
 from shared.text.logprobs import prompt_record_bytes, record_bytes
+from shared.wire.columns import pack, pack_float
 
 MAX_PATTERN_CHARS = 16 * 1024
 MAX_CHOICES = 1024
@@ -708,11 +708,11 @@ async def served_model(gateway: Gateway, name: str | None, caller: Caller, latel
     models = gateway.models
     model = models.first if name is None else models.open.get(name) or models.with_adapter(name)
     if caller.models:
-        asked = model.name if model is not None else models.named(name or "")
-        if asked and asked not in caller.models:
+        wanted_name = model.name if model is not None else models.named(name or "")
+        if wanted_name and wanted_name not in caller.models:
             allowed = ", ".join(sorted(caller.models))
             raise ApiError(
-                403, f"model: this key is for {allowed}; got {shown(name or asked)}", param="model",
+                403, f"model: this key is for {allowed}; got {shown(name or wanted_name)}", param="model",
                 code="model_not_allowed",
             )  # fmt: skip
     if model is None:

@@ -151,12 +151,12 @@ def template_variables(body: TemplateBody, is_bound: bool) -> dict[str, Any]:
         raise invalid(field, f"{field} cannot set {', '.join(taken)}, which this server sets")
     if (size := len(orjson.dumps(given))) > MAX_VARIABLE_BYTES:
         raise invalid(field, f"{field} may have {MAX_VARIABLE_BYTES} bytes of JSON; got {size}")
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if body.reasoning_effort not in (None, "none"):
-        found["reasoning_effort"] = body.reasoning_effort
+        variables["reasoning_effort"] = body.reasoning_effort
     if is_bound or body.reasoning_effort == "none":
-        found["enable_thinking"] = False
-    return found | given
+        variables["enable_thinking"] = False
+    return variables | given
 
 
 def _state(body: ChatBody, prompt: list[int], model: ModelText) -> str:
@@ -181,8 +181,8 @@ BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
 
 def without_billing(system: str) -> str:
     """Return a system prompt without BILLING, behind which the prefix cache would have nothing."""
-    found = BILLING.match(system)
-    return system if found is None else system[found.end() :]
+    billing = BILLING.match(system)
+    return system if billing is None else system[billing.end() :]
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

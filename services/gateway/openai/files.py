@@ -99,8 +99,8 @@ def router(gateway: Gateway) -> APIRouter:
         after: After = "",
     ) -> Response:
         """List the files of the caller, a page at a time."""
-        found = await files.in_thread(files.of_tenant, request.state.tenant)
-        bodies = [file.body() for file in found if not purpose or file.purpose == purpose]
+        stored = await files.in_thread(files.of_tenant, request.state.tenant)
+        bodies = [file.body() for file in stored if not purpose or file.purpose == purpose]
         return json_response(listed(bodies, limit, after, newest_first=order == "desc"))
 
     @routes.get("/v1/files/{file_id}", responses={200: FOUND, **errors(404)})
@@ -111,9 +111,9 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.get("/v1/files/{file_id}/content", responses={200: _CONTENT, **errors(404)})
     async def file_content(file_id: str, request: Request) -> Response:
         """Return the content of a file."""
-        found, content = await files.in_thread(files.open, request.state.tenant, file_id)
-        name = f'attachment; filename="{found.id}.jsonl"'
-        headers = {"content-length": str(found.bytes), "content-disposition": name}
+        file, content = await files.in_thread(files.open, request.state.tenant, file_id)
+        name = f'attachment; filename="{file.id}.jsonl"'
+        headers = {"content-length": str(file.bytes), "content-disposition": name}
         return StreamingResponse(_pieces(files, content), headers=headers, media_type="application/jsonl")
 
     @routes.delete("/v1/files/{file_id}", responses={200: FOUND, **errors(404)})

@@ -29,8 +29,8 @@ from services.gateway.text.grammar import choice_grammar, json_grammar, lark_tex
 from services.gateway.text.reasoning import budget_grammar, channel_budget_grammar
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import calls_grammar, has_texts, marks_of, texts_of
-from shared.columns import pack
 from shared.text.tokenizer import TokenizerError
+from shared.wire.columns import pack
 
 OUTPUT_FIELDS = StructuredBody.model_fields.keys() | {"tools", "tool_choice", "prediction"}
 """A body without any of them binds nothing, names no tool and predicts nothing."""
@@ -179,19 +179,19 @@ def _callable(tools: Sequence[Tool], choice: ToolChoice) -> tuple[list[Tool], bo
         if name not in by_name:
             raise invalid("tool_choice", f"tool_choice names a function that is not in tools; got {shown(name)}")
     names = {one.function.name for one in chosen}
-    found = [tool for name, tool in by_name.items() if name in names]
-    return found, not isinstance(choice, AllowedChoice) or choice.allowed_tools.mode == "required"
+    allowed = [tool for name, tool in by_name.items() if name in names]
+    return allowed, not isinstance(choice, AllowedChoice) or choice.allowed_tools.mode == "required"
 
 
 def _atom(text: str, model: ModelText) -> str:
     """Return a literal of a Lark grammar: a control token, where the model has one of that name."""
-    found = _control_id(text, model)
-    return lark_text(text) if found is None else f"<[{found}]>"
+    control_id = _control_id(text, model)
+    return lark_text(text) if control_id is None else f"<[{control_id}]>"
 
 
 def _control_id(opening: str, model: ModelText) -> int | None:
-    found = model.tokenizer.token_to_id(opening) if opening else None
-    return found if found in model.text.special else None
+    id_ = model.tokenizer.token_to_id(opening) if opening else None
+    return id_ if id_ in model.text.special else None
 
 
 async def body_grammar(body: StructuredBody, model: ModelText, tenant: str) -> tuple[str, str]:

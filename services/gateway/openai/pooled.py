@@ -10,7 +10,7 @@ import numpy as np
 
 from services.gateway.errors import broken_record
 from services.gateway.request import VECTOR, GenerationSpec
-from shared.columns import Float32, pack_float, unpack_float
+from shared.wire.columns import Float32, pack_float, unpack_float
 
 
 def pooled_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:

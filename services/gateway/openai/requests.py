@@ -154,8 +154,8 @@ async def result(
 
 
 def _form_of(request_id: str, forms: Mapping[str, Form]) -> Form | None:
-    found = (form for kind, form in forms.items() if request_id.startswith(ids.BEGINNINGS[kind]))
-    return next(found, None)
+    matches = (form for kind, form in forms.items() if request_id.startswith(ids.BEGINNINGS[kind]))
+    return next(matches, None)
 
 
 class _Silent:

@@ -229,10 +229,10 @@ def items_of(body: InputTokensBody) -> list[Any]:
 
 def messages(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
     """Return the conversation, the instructions first, then the items `before`. Raise ApiError(400)."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     thoughts: list[str] = []  # of the last message, joined once all are there
     if body.instructions is not None:
-        found.append({"role": "system", "content": body.instructions})
+        messages.append({"role": "system", "content": body.instructions})
     placed = itertools.chain(
         ((f"previous_response_id[{index}]", item) for index, item in enumerate(before)),
         ((f"input[{index}]", item) for index, item in enumerate(items_of(body))),
@@ -247,7 +247,7 @@ def messages(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> li
         message = ITEMS[kind](item, where)
         if kind == "reasoning" and not message["reasoning_content"]:
             continue  # no turn: it has a summary at most
-        last = found[-1] if found else {}
+        last = messages[-1] if messages else {}
         if kind == "function_call" and "tool_calls" in last:
             last["tool_calls"] += message["tool_calls"]  # calls of one turn are one message
         elif message["role"] == "assistant" and last.keys() == {"role", "reasoning_content"}:
@@ -257,11 +257,11 @@ def messages(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> li
             if kind == "reasoning":
                 thoughts = [message["reasoning_content"]]
                 message["reasoning_content"] = thoughts
-            found.append(message)
-    for message in found:
+            messages.append(message)
+    for message in messages:
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
-    return found
+    return messages
 
 
 def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
@@ -319,13 +319,13 @@ def _content(content: Any, where: str, kinds: tuple[str, ...] = PARTS) -> str:
 
 def _text_options(text: TextOptions) -> dict[str, Any]:
     """`response_format` and `verbosity` of chat: the schema stands one level deeper there."""
-    found = {} if text.verbosity is None else {"verbosity": text.verbosity}
+    options = {} if text.verbosity is None else {"verbosity": text.verbosity}
     form = dict(text.format or {})
     if form.get("type") == "json_schema":
-        found["response_format"] = {"type": form.pop("type"), "json_schema": form}
+        options["response_format"] = {"type": form.pop("type"), "json_schema": form}
     elif form:
-        found["response_format"] = form
-    return found
+        options["response_format"] = form
+    return options
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
@@ -664,25 +664,25 @@ def router(gateway: Gateway) -> APIRouter:
         if name is None:
             return []
         try:
-            found = await find(await holding(name, request), name, request)
+            stored = await find(await holding(name, request), name, request)
         except ApiError as error:
             if error.code == MANY_REREADS:
                 error.param = "previous_response_id"
             if error.status != 404:
                 raise
-            found = None
-        if found is None or not found.response["store"]:
+            stored = None
+        if stored is None or not stored.response["store"]:
             raise invalid(
                 "previous_response_id",
                 f"previous_response_id {shown(name)} is not stored: it is unknown, has store false, was deleted, or is "
                 f"older than {model.settings.response_retention_s} s; send the conversation as input",
                 "previous_response_not_found",
             )
-        if found.response["status"] not in ("completed", "incomplete"):
-            status = found.response["status"]
+        if stored.response["status"] not in ("completed", "incomplete"):
+            status = stored.response["status"]
             text = f"previous_response_id {shown(name)} has no answer: its status is {status}; wait for its end"
             raise invalid("previous_response_id", text, "invalid_value")
-        return found.items
+        return stored.items
 
     @routes.post(
         "/v1/responses",
@@ -782,10 +782,10 @@ def router(gateway: Gateway) -> APIRouter:
     ) -> Response:
         """Return the items of the conversation before a stored response, a page at a time."""
         model = await holding(response_id, request)
-        found = await find(model, response_id, request)
-        if not found.response["store"]:
+        stored = await find(model, response_id, request)
+        if not stored.response["store"]:
             raise unknown_request(response_id)
-        return json_response(listed(found.input, limit, after, newest_first=order == "desc"))
+        return json_response(listed(stored.input, limit, after, newest_first=order == "desc"))
 
     @routes.post("/v1/responses/{response_id}/cancel", responses={200: _RESPONSE, **errors(404, 429, 503)})
     async def cancel_response(response_id: str, request: Request) -> Response:
@@ -793,10 +793,10 @@ def router(gateway: Gateway) -> APIRouter:
         check_name(response_id)
         model = await holding(response_id, request)
         verdict = await model.dispatcher.cancel_for(response_id, request.state.tenant)  # also where no more may be read
-        found = await find(model, response_id, request)
-        if found.running and verdict != "finished":
-            found.response["status"] = "cancelled"
-        return json_response(found.response)
+        stored = await find(model, response_id, request)
+        if stored.running and verdict != "finished":
+            stored.response["status"] = "cancelled"
+        return json_response(stored.response)
 
     return routes
 
@@ -898,11 +898,11 @@ def stored_items(items: Sequence[dict[str, Any]], response_id: str) -> list[dict
     """
     ending = response_id.removeprefix(ids.BEGINNINGS[KIND])
     given = [{name: value for name, value in item.items() if value is not None} for item in items]
-    found = [{"id": f"item_{ending}_{index}", "type": "message", **item} for index, item in enumerate(given)]
-    for item in found:
+    stored = [{"id": f"item_{ending}_{index}", "type": "message", **item} for index, item in enumerate(given)]
+    for item in stored:
         if item["type"] == "message" and isinstance(text := item["content"], str):
             item["content"] = [text_part(text) if item["role"] == "assistant" else {"type": "input_text", "text": text}]
-    return found
+    return stored
 
 
 async def _spec(
@@ -945,13 +945,13 @@ async def truncated(chat: ChatBody, make: Callable[[ChatBody], Awaitable[T]]) ->
         if error.code != TOO_LONG or len(turns) < 2:
             raise
     least, most = 1, len(turns) - 1
-    found = await without(most)
+    fitting = await without(most)
     while least < most:
         middle = (least + most) // 2
         try:
-            found, most = await without(middle), middle
+            fitting, most = await without(middle), middle
         except ApiError as error:
             if error.code != TOO_LONG:
                 raise
             least = middle + 1
-    return found
+    return fitting

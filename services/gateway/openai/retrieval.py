@@ -33,8 +33,8 @@ from services.gateway.request import SCORE, VECTOR, GenerationSpec, Limits
 from services.gateway.text.pairs import Pair, Pairs
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
-from shared.columns import pack
 from shared.text.tokenizer import TokenizerError
+from shared.wire.columns import pack
 
 
 class EmbedBody(PooledBody):

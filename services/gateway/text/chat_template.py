@@ -120,8 +120,8 @@ class ChatTemplate:
         context = hidden.hide({"messages": shown, "tools": list(tools) or None, **variables})
         text = self._render(self._template, {**context, "add_generation_prompt": add_generation_prompt})
         if continues:
-            text, found, _ = text.rpartition(hidden.end)
-            if not found:
+            text, separator, _ = text.rpartition(hidden.end)
+            if not separator:
                 field = "continue_final_message"
                 raise invalid(field, f"{field}: the model's chat template does not show the final message")
         written = 0

@@ -67,8 +67,8 @@ class Logprobs:
         if not tokens:
             return
         if self._spec.keep:
-            found = unpack_records(records, self._spec.sampling.logprobs)
-            self._sampled[choice].extend(one.sampled for one in found)
+            logprobs = unpack_records(records, self._spec.sampling.logprobs)
+            self._sampled[choice].extend(one.sampled for one in logprobs)
         if self._spec.logprobs is not None:
             held = self._held[choice]
             held.first = held.first if held.tokens else first
@@ -115,14 +115,14 @@ class Logprobs:
         if begin == end:
             return
         tokens = held.tokens[begin:end]
-        found = unpack_records(bytes(held.records[size * begin : size * end]), self._spec.sampling.logprobs)
-        found = [_agreeing(one, token) for one, token in zip(found, tokens, strict=True)]
+        logprobs = unpack_records(bytes(held.records[size * begin : size * end]), self._spec.sampling.logprobs)
+        logprobs = [_agreeing(one, token) for one, token in zip(logprobs, tokens, strict=True)]
         if self._spec.endpoint == "chat":
-            made: dict[str, list[Any]] = {"content": self._content(tokens, found)}
+            made: dict[str, list[Any]] = {"content": self._content(tokens, logprobs)}
         else:
             moved = len(self._spec.prompt_texts[choice // self._spec.n]) if self._spec.echo else 0
             offsets = self._choices[choice].offsets[held.first + begin : held.first + end]
-            made = _columns(self._text, tokens, found, [moved + offset for offset in offsets])
+            made = _columns(self._text, tokens, logprobs, [moved + offset for offset in offsets])
         for name, items in made.items():
             held.columns.setdefault(name, []).append(orjson.dumps(items)[1:-1])
         held.written = end
@@ -165,8 +165,8 @@ class PromptLogprobs:
     def echoed(self, prompt: int) -> dict[str, list[Any]]:
         """Return `logprobs` of a completion for its echoed prompt; the first token has none."""
         tokens, most = self._spec.prompts[prompt], self._spec.logprobs or 0
-        found = [TokenLogprobs(one.sampled, one.best[:most]) for _, one in self._found(prompt)]
-        columns = _columns(self._text, tokens[1:], found, self._offsets(tokens))
+        logprobs = [TokenLogprobs(one.sampled, one.best[:most]) for _, one in self._found(prompt)]
+        columns = _columns(self._text, tokens[1:], logprobs, self._offsets(tokens))
         first: dict[str, Any] = {"tokens": _name(self._text, tokens[0]), "text_offset": 0}
         return {name: [first.get(name), *column] for name, column in columns.items()}
 
@@ -183,8 +183,8 @@ class PromptLogprobs:
 
     def _found(self, prompt: int) -> list[tuple[int, TokenLogprobs]]:
         tokens = self._spec.prompts[prompt][1:]
-        found = unpack_prompt_records(self._records[prompt], self._spec.prompt_wanted)
-        return [(rank, _agreeing(one, token)) for token, (rank, one) in zip(tokens, found, strict=True)]
+        logprobs = unpack_prompt_records(self._records[prompt], self._spec.prompt_wanted)
+        return [(rank, _agreeing(one, token)) for token, (rank, one) in zip(tokens, logprobs, strict=True)]
 
     def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         piece = self._text.piece(token).decode("utf-8", "replace")

@@ -41,9 +41,9 @@ def markers_of(template: str, vocabulary: Iterable[str]) -> str:
     if CHANNEL + ANALYSIS in template:
         return "channels"
     names = frozenset(vocabulary)
-    found = [family for family, markers in MARKERS.items() if markers[1] in template]
-    found += [family for family, markers in MARKERS.items() if names.issuperset(markers)]
-    return found[0] if found else "none"
+    families = [family for family, markers in MARKERS.items() if markers[1] in template]
+    families += [family for family, markers in MARKERS.items() if names.issuperset(markers)]
+    return families[0] if families else "none"
 
 
 def state_behind(text: str, markers: Sequence[str]) -> str:
@@ -324,17 +324,17 @@ class ChannelReader:
                     break
                 content += begun
                 continue
-            found = [(at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0]
-            size = min(found)[0] if found else len(self._held) - max(_overlap(self._held, mark) for mark in _ENDS)
+            ends = [(at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0]
+            size = min(ends)[0] if ends else len(self._held) - max(_overlap(self._held, mark) for mark in _ENDS)
             piece, self._held = self._held[:size], self._held[size:]
             if self._kind == "thinking":
                 thinking += piece
             else:
                 content += piece
-            if not found:
+            if not ends:
                 break
             content += CALL if self._kind == "call" else ""
-            self._held, self._kind = self._held.removeprefix(min(found)[1]), ""
+            self._held, self._kind = self._held.removeprefix(min(ends)[1]), ""
         return thinking, content
 
     def flush(self) -> tuple[str, str]:

@@ -40,9 +40,9 @@ class StopMatcher:
         if not self._stops:
             return text
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            end, start, self.matched = min(found)
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            end, start, self.matched = min(matches)
             self._held = ""
             return text[: end if self._include else start]
         keep = self._overlap(text)

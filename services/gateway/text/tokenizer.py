@@ -179,7 +179,7 @@ _BOUNDS = {
 def _defaults(directory: Path) -> SamplingDefaults:
     """Return the sampling that generation_config.json recommends; do_sample has no part in it."""
     config = read_json_if_any(directory / "generation_config.json")
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name, (least, most) in _BOUNDS.items():
         value = config.get(name)
         if value is None:
@@ -188,8 +188,8 @@ def _defaults(directory: Path) -> SamplingDefaults:
             path = directory / "generation_config.json"
             log.warning("%s: %s is %r, not a number from %g to %g; it is passed over", path, name, value, least, most)
             continue
-        found[name] = max(0, int(value)) if name == "top_k" else float(value)
-    return SamplingDefaults(**found)
+        defaults[name] = max(0, int(value)) if name == "top_k" else float(value)
+    return SamplingDefaults(**defaults)
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> str | None:

@@ -61,9 +61,9 @@ def check_replica(replica: Replica, lookahead: int, host: Int32) -> None:
 def check_records(records: list[Record], running: int, waiting: int) -> None:
     """Raise RuntimeError when the states of all sequences are not what tables and queue say."""
     sequences = [s for record in records for s in record.sequences]
-    found = sum(s.state is State.RUNNING for s in sequences)
-    if found != running:
-        raise RuntimeError(f"{found} sequences run, the tables say {running}")
+    counted = sum(s.state is State.RUNNING for s in sequences)
+    if counted != running:
+        raise RuntimeError(f"{counted} sequences run, the tables say {running}")
     if sum(s.state is State.WAITING for s in sequences) != waiting:
         raise RuntimeError("a waiting sequence is lost, or one of an ended request waits")
     if any(r.left != sum(s.state is not State.ENDED for s in r.sequences) for r in records):

@@ -192,5 +192,5 @@ with np.errstate(divide="ignore", invalid="ignore"):
 def leading(mask: Bool) -> Rows:
     """Return how many values stand before the first false one of the last axis."""
     count = mask.argmin(axis=-1)
-    found: Rows = np.where((count == 0) & mask[..., 0], mask.shape[-1], count)
-    return found
+    lengths: Rows = np.where((count == 0) & mask[..., 0], mask.shape[-1], count)
+    return lengths

@@ -40,36 +40,36 @@ def spread_records(rows: Rows, records: Records, size: int) -> Records:
 
 @dataclass(slots=True)
 class Spans:
-    """Where the tokens of a result stand that may have several for a row, [n] columns over the first n rows."""
+    """Positions of a result's tokens where a row may have several. Columns [n] over the first n rows."""
 
     starts: npt.NDArray[np.int64]
-    counts: Int32  # 0: no token
-    rows: int  # with tokens
+    counts: Int32  # 0 for a row without tokens
+    rows: int  # that have tokens
 
     def of(self, row: int) -> range:
-        """Return the places of one row's tokens."""
+        """Return the positions of one row's tokens."""
         start = int(self.starts[row])
         return range(start, start + int(self.counts[row]))
 
     def flat(self, rows: RowIndex, counts: Int32) -> npt.NDArray[np.int64]:
-        """Return the places of the first counts[i] tokens of rows[i], one row after another."""
+        """Return the positions of the first counts[i] tokens of rows[i], one row after another."""
         return ramp(self.starts[rows], counts)
 
 
 class Endings(Protocol):
-    """How results end sequences: the part of the scheduler that they call."""
+    """The part of the scheduler by which results end sequences."""
 
     def collector(self) -> OutcomeBuilder:
-        """Return the builder of the next Outcome, with what had to wait for one."""
+        """Return the builder of the next Outcome, with the rows that were left for it."""
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Take a sequence out of its row or of the waiting, to end it."""
+        """Take a sequence out of its row or the waiting queue before its end."""
 
     def completed(self, sequence: Sequence) -> None:
-        """Note that a sequence ended by itself."""
+        """Note that a sequence ended without a client's or an operator's doing."""
 
     def end(self, sequence: Sequence, finish: Finish, error: str, out: OutcomeBuilder) -> None:
-        """End a sequence that holds nothing any more."""
+        """End a sequence that holds neither slot nor blocks any more."""
 
 
 class Results:
@@ -456,9 +456,9 @@ class Results:
         if sequence is None or sequence.state is State.ENDED:
             return
         adapter = sequence.record.request.adapter
-        explains = replica.adapters.failed(adapter, message)  # as long as the row has it
+        is_first_reason = replica.adapters.failed(adapter, message)  # called while the row has the adapter
         self._fail(sequence, message, out)
-        if explains:
+        if is_first_reason:
             for other in [s for s in self._waiting if s.record.request.adapter == adapter]:
                 if error := self._router.placement.refusal(other):
                     self._fail(other, error, out)

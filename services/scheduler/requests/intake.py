@@ -19,7 +19,6 @@ from redis.exceptions import ResponseError
 
 from protos import queue_pb2
 from services.scheduler.core.types import EMPTY, MAX_STOP_IDS, Finish, Int32, NewRequest
-from shared.columns import unpack
 from shared.dead_letters import DeadLetters, integer, remove_foreign, text
 from shared.keys import CLASSES, GROUP, Keys
 from shared.lease import Lease
@@ -27,7 +26,8 @@ from shared.models.adapters import DIGEST_BYTES
 from shared.redis_client import BLOCK_MS, GONE, HIGHEST_ID, WRONG_TYPE, Scripts, Value
 from shared.text.logprobs import prompt_record_bytes
 from shared.text.logprobs import wrong_number as wrong_logprobs
-from shared.token_batches import MOST_VOCABULARY, check_tokens, decode_batch
+from shared.wire.columns import unpack
+from shared.wire.token_batches import MOST_VOCABULARY, check_tokens, decode_batch
 
 log = logging.getLogger("orcinus.scheduler")
 

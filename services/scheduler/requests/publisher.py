@@ -20,10 +20,10 @@ from redis.exceptions import ResponseError
 from protos import queue_pb2
 from services.scheduler.core.types import FinishedRequest, Int32, Outcome, Records
 from services.scheduler.requests.intake import Entry
-from shared.columns import pack
 from shared.keys import GROUP, Keys
 from shared.lease import Lease
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, WRONG_TYPE, Scripts, Value, persist
+from shared.wire.columns import pack
 
 log = logging.getLogger("orcinus.scheduler")
 

@@ -16,10 +16,10 @@ from protos import worker_pb2
 from services.scheduler.core.speculation import MAX_ROW_DRAFTS
 from services.scheduler.core.types import DECODE, PREFILL, Int32, StepResult
 from shared.errors import ProtocolError
-from shared.handshake import wrong_version
 from shared.keys import EPOCHS
-from shared.run_socket import is_name
-from shared.token_batches import MOST_VOCABULARY
+from shared.wire.handshake import wrong_version
+from shared.wire.run_socket import is_name
+from shared.wire.token_batches import MOST_VOCABULARY
 
 BOUNDS = {
     "block_size": (1, 1 << 20),
@@ -150,12 +150,12 @@ def check_result(message: worker_pb2.Result, result: StepResult, vocab_size: int
         _check_forced(result, *result.forced, vocab_size)
     if slots.asking or result.logprobs is not None:
         _check_logprobs(result, slots)
-    for told in result.prompt_logprobs:
-        wanted = slots.prompt_record_bytes(told.slot, result.id)
-        if len(told.records) != told.count * wanted:
+    for prompt in result.prompt_logprobs:
+        record_bytes, size = slots.prompt_record_bytes(prompt.slot, result.id), len(prompt.records)
+        if size != prompt.count * record_bytes:
             raise ContractError(
-                f"prompt_logprobs: {len(told.records)} bytes for {told.count} tokens of slot {told.slot}, which asked "
-                f"for {wanted} each; repair the worker"
+                f"prompt_logprobs: {size} bytes for {prompt.count} tokens of slot {prompt.slot}, which asked "
+                f"for {record_bytes} each; repair the worker"
             )
 
 

@@ -21,10 +21,10 @@ from services.scheduler.workers.contract import ContractError, check_info
 from services.scheduler.workers.registry import Registration
 from services.scheduler.workers.run_call import RunCall
 from services.scheduler.workers.wire import limits_from_wire
-from shared import handshake
 from shared.errors import ProtocolError
 from shared.security.channels import aio_channel, channel_credentials
 from shared.settings import SchedulerSettings
+from shared.wire import handshake
 
 log = logging.getLogger("orcinus.scheduler")
 

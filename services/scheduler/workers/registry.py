@@ -93,8 +93,8 @@ class WorkerRegistry:
         """Read the records. Raises what redis-py raises; then the last look is forgotten."""
         seen, self._seen = self._seen, {}
         members: list[Any] = await self._redis.zrange(self._keys.workers, 0, -1, withscores=True)
-        found = [(self._letters.read(self._keys.workers, member, text), score) for member, score in members]
-        members = [(name, score) for name, score in found if name]
+        scores = [(self._letters.read(self._keys.workers, member, text), score) for member, score in members]
+        members = [(name, score) for name, score in scores if name]
         names = [name for name, _ in members]
         pipe = self._redis.pipeline(transaction=False)
         for name in names:

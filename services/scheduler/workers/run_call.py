@@ -14,9 +14,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from protos import worker_pb2
-from shared import run_socket
 from shared.errors import ProtocolError
 from shared.processes.listeners import is_own
+from shared.wire import run_socket
 
 QUEUED_RESULTS = 64
 """Results that wait for the link before the socket is read no further."""

@@ -9,8 +9,8 @@ import hashlib
 
 from protos import queue_pb2, worker_pb2
 from services.scheduler.core.types import EMPTY, Enter, Int32, Limits, PromptLogprobs, StepPlan, StepResult
-from shared.columns import pack, unpack
 from shared.text.logprobs import split_records
+from shared.wire.columns import pack, unpack
 
 _OF_WORKER = worker_pb2.Sampling.DESCRIPTOR.fields_by_name
 SAMPLING_FIELDS = [field.name for field in queue_pb2.Sampling.DESCRIPTOR.fields if field.name in _OF_WORKER]

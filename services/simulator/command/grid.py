@@ -19,7 +19,7 @@ from services.simulator.command.options import WrongUse, clock_of, options_of, s
 from services.simulator.command.values import policies
 from services.simulator.grid import FIGURES, MARGIN, Cell, Grid, as_json, cells_of, compare, read_grid, summary
 from services.simulator.jobs import Finished, Job
-from shared.plurals import counted
+from shared.command_line.plurals import counted
 
 FORBIDDEN = {
     "grid",
@@ -94,7 +94,7 @@ def _check_writable(page: Path) -> None:
 
 def show(grid: Grid, cells: list[Cell], console: Console) -> None:
     """Print the counts and each cell in which a policy beats the first."""
-    found = summary(cells)
+    counts_of = summary(cells)
     ours = grid.policies[0]
     table = Table(
         box=SIMPLE, title=f"cells in which a policy beats {ours} by more than {MARGIN:.0%}", title_justify="left"
@@ -105,10 +105,10 @@ def show(grid: Grid, cells: list[Cell], console: Console) -> None:
         for policy in cell.beaten_by():
             ratios = [cell.ratios[figure.name][policy][0] for figure in FIGURES]
             table.add_row(cell.name, policy, *(f"{ratio - 1:+.1%}" for ratio in ratios))
-    if found["beaten"]:
+    if counts_of["beaten"]:
         console.print(table)
     for part in ("all", "tuned", "held back"):
-        counts = found[part]
+        counts = counts_of[part]
         console.print(f"{part}: {ours} is not beaten in {counts['not beaten']} of {counts['cells']} cells")
 
 

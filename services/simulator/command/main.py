@@ -29,7 +29,7 @@ from services.simulator.command.speed import show as show_speed
 from services.simulator.engine import Stuck
 from services.simulator.jobs import Finished, Job, run_all
 from services.simulator.literature.cases import check_steps, print_steps
-from shared.plurals import counted
+from shared.command_line.plurals import counted
 
 WIDTH = 165  # columns the table needs
 COLUMNS = (

@@ -35,7 +35,7 @@ from services.simulator.literature.cases import PROGRAMS
 from services.simulator.routing import ROUTERS, SCHEDULER
 from services.simulator.workload.arrivals import CHAT, MOST_RATE, MOST_REQUESTS, SLOWEST, Spec
 from services.simulator.workload.traffic import MOST_TOKENS
-from shared.arguments import Parser
+from shared.command_line.arguments import Parser
 
 MAX_BLOCKS = 10_000_000  # of a replica
 MAX_TOTAL = {"blocks": 100_000_000, "slots": 1_000_000}  # of all replicas together

@@ -47,7 +47,7 @@ def read_adapter(folder: Path, digest: bytes, config: DecoderConfig, max_rank: i
     modules = parse_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, max_rank)
     check_dtypes({name: FLOATS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in tensors.items()})
     known = linear_layers(config)
-    found: Adapter = {}
+    adapter: Adapter = {}
     for module, shape in modules.items():
         name = _base_name(config, module, known)
         if name is None:
@@ -61,19 +61,19 @@ def read_adapter(folder: Path, digest: bytes, config: DecoderConfig, max_rank: i
         down, up = (tensors[f"{PREFIX}{module}.{part}.weight"] for part in ("lora_A", "lora_B"))
         if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
             raise ModelError(f"{module}: a number that is not finite; save the adapter again")
-        found[name] = Pair(down, up.float() * scales.scale(module, shape.rank))
-    return found
+        adapter[name] = Pair(down, up.float() * scales.scale(module, shape.rank))
+    return adapter
 
 
 def linear_layers(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     """Return outputs and inputs of the matrices that take adapters: all of the layers but those of single experts."""
-    found = {}
+    layers = {}
     for index in range(config.layers):
         prefix, mixture = layer_prefix(config, index), config.mixture_at(index)
         for name, outputs, inputs in layer_matrices(config, index):
             if mixture is None or not name.startswith(f"{mixture.names.experts}."):
-                found[f"{prefix}{name}"] = (outputs, inputs)
-    return found
+                layers[f"{prefix}{name}"] = (outputs, inputs)
+    return layers
 
 
 def _base_name(config: DecoderConfig, module: str, known: dict[str, tuple[int, int]]) -> str | None:

@@ -20,8 +20,8 @@ from protos import worker_pb2
 from services.worker.kv.share_folder import PeerError, ShareFolder
 from services.worker.kv.tier_file import Digests, compute_digests, layout
 from services.worker.parallel.state import ParallelState
+from shared.command_line.plurals import counted
 from shared.errors import ProtocolError
-from shared.plurals import counted
 
 log = logging.getLogger("orcinus.worker")
 

@@ -93,10 +93,10 @@ class ShareFolder:
         except OSError as error:
             raise self._refused(error) from error
         weakref.finalize(self, os.close, self._folder)
-        found = os.fstat(self._folder)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        status = os.fstat(self._folder)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise ConfigurationError(
-                f"--kv-share-dir {path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}, where "
+                f"--kv-share-dir {path} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}, where "
                 f"others would read prompts; name a folder inside it, to be made for user {os.geteuid()} with mode 700"
             )
         try:
@@ -112,8 +112,8 @@ class ShareFolder:
 
     def free_bytes(self) -> int:
         """Return the bytes left in the file system; sys.maxsize in one without limit, such as a tmpfs of size 0."""
-        found = os.fstatvfs(self._folder)
-        return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
+        status = os.fstatvfs(self._folder)
+        return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize
 
     def make(self, name: str, size: int) -> Tensor:
         """Return [size] uint8 of zeros that the others can read under this name; the file goes when this process ends.
@@ -144,12 +144,12 @@ class ShareFolder:
         try:
             file, is_kept = self._open(name)
             try:
-                found = os.fstat(file)
-                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                status = os.fstat(file)
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                     raise PeerError(f"{name} is no file of this user")
-                if found.st_size not in (sizes[:1] if is_kept else sizes):
-                    raise PeerError(f"{name} has {found.st_size} bytes instead of {sizes[0]}")
-                area = mmap.mmap(file, found.st_size, prot=mmap.PROT_READ)
+                if status.st_size not in (sizes[:1] if is_kept else sizes):
+                    raise PeerError(f"{name} has {status.st_size} bytes instead of {sizes[0]}")
+                area = mmap.mmap(file, status.st_size, prot=mmap.PROT_READ)
             finally:
                 os.close(file)
         except OSError as error:
@@ -178,10 +178,10 @@ class ShareFolder:
     def kept_files(self) -> list[KeptFile]:
         """Return the files that were kept, of all owners, oldest first."""
         files = []
-        for found in filter(None, map(_KEPT.fullmatch, os.listdir(self._folder))):
+        for match in filter(None, map(_KEPT.fullmatch, os.listdir(self._folder))):
             with suppress(OSError):  # another worker removes it just now
-                stat_of = os.stat(found[0], dir_fd=self._folder, follow_symlinks=False)
-                files.append(KeptFile(found[0], found[1], found[2], stat_of.st_blocks * 512, stat_of.st_mtime_ns))
+                stat_of = os.stat(match[0], dir_fd=self._folder, follow_symlinks=False)
+                files.append(KeptFile(match[0], match[1], match[2], stat_of.st_blocks * 512, stat_of.st_mtime_ns))
         return sorted(files, key=lambda file: file.kept_ns)
 
     def reserve(self, room: Reservation) -> Callable[[], None]:
@@ -195,10 +195,10 @@ class ShareFolder:
     def reservations(self) -> list[Reservation]:
         """Return the room that processes which live have reserved."""
         rooms = []
-        for found in filter(None, map(_RESERVED.fullmatch, os.listdir(self._folder))):
+        for match in filter(None, map(_RESERVED.fullmatch, os.listdir(self._folder))):
             with suppress(FileNotFoundError):  # its process ends just now
-                if self._is_held(found[0]):
-                    rooms.append(Reservation(found[1], found[2], int(found[3])))
+                if self._is_held(match[0]):
+                    rooms.append(Reservation(match[1], match[2], int(match[3])))
         return rooms
 
     def remove_kept(self, files: Iterable[KeptFile]) -> None:
@@ -214,9 +214,9 @@ class ShareFolder:
             return os.open(name, flags, dir_fd=self._folder), False
         except FileNotFoundError:
             kept = (each for each in filter(_KEPT.fullmatch, os.listdir(self._folder)) if each.startswith(f"{name}."))
-            if (found := next(kept, None)) is None:
+            if (file_name := next(kept, None)) is None:
                 raise
-            return os.open(found, flags, dir_fd=self._folder), True
+            return os.open(file_name, flags, dir_fd=self._folder), True
 
     @contextmanager
     def locked(self, wait_s: float | None = None) -> Iterator[int]:
@@ -267,8 +267,8 @@ class ShareFolder:
         )
 
     def _no_room(self, error: OSError, size: int) -> NoRoomError:
-        found, free = os.fstatvfs(self._folder), self.free_bytes() >> 20
-        files = found.f_favail or not found.f_files  # some file systems count none
+        status, free = os.fstatvfs(self._folder), self.free_bytes() >> 20
+        files = status.f_favail or not status.f_files  # some file systems count none
         return NoRoomError(
             f"--kv-share-dir {self.path} has no room for the host tier ({error.strerror}): it needs "
             f"{-(-size >> 20)} MiB and {free} MiB{'' if files else ', but no further file,'} are free; lower "

@@ -103,8 +103,8 @@ class Source(ABC):
         self.check(name, shape)
         step = max(1, PIECE_BYTES // (shape[1] * 4))
         for first in range(rows.start, rows.stop, step):
-            found = self.read(name, shape, first, min(step, rows.stop - first))
-            yield as_piece(found[:, columns.start : columns.stop], dtype)
+            piece = self.read(name, shape, first, min(step, rows.stop - first))
+            yield as_piece(piece[:, columns.start : columns.stop], dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +169,10 @@ class Checkpoint(Source):
 
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
         place = self._where[name]
-        found = memory((rows, *shape[1:]), DTYPES[place.dtype])
-        read_into(found, self.model / place.file, name, place.start + first * (found.nbytes // rows), self._report)
+        tensor = memory((rows, *shape[1:]), DTYPES[place.dtype])
+        read_into(tensor, self.model / place.file, name, place.start + first * (tensor.nbytes // rows), self._report)
         self._read.add(name)
-        return found
+        return tensor
 
     def _report(self, count: int) -> None:
         self._bytes_read += count
@@ -294,8 +294,8 @@ def finite(source: Source, name: str, found: Tensor, largest: float = 1.0) -> Te
 
 def powers(exponents: Tensor) -> Tensor:
     """Return 2^(exponents - 127) in float32 of a tensor of bytes; NaN for 255."""
-    found = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
-    return found.masked_fill_(exponents == 255, torch.nan)
+    numbers = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    return numbers.masked_fill_(exponents == 255, torch.nan)
 
 
 def as_piece(found: Tensor, dtype: torch.dtype) -> Tensor:

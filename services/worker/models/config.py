@@ -199,9 +199,9 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
 def _refuse_unsupported(read: Fields, family: Family) -> None:
     raw, where = read.raw, read.where
     for key, value in {**({} if family.is_encoder else {"is_causal": True}), **family.only}.items():
-        found = raw.get(key)
-        if found is not None and found != value:
-            raise ModelError(f"{where}: {key} {json.dumps(found)} is not supported; only {json.dumps(value)} is")
+        setting = raw.get(key)
+        if setting is not None and setting != value:
+            raise ModelError(f"{where}: {key} {json.dumps(setting)} is not supported; only {json.dumps(value)} is")
     if family.scores:
         labels = len(read.fields("id2label")) or read.integer("num_labels", 2)
         if labels != 1:

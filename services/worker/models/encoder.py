@@ -191,5 +191,5 @@ class Encoder:
 def normalized(vectors: Float32) -> Float32:
     """Return [S, hidden] vectors of length 1; one of zeros stays."""
     lengths = np.sqrt((vectors.astype(np.float64) ** 2).sum(1, keepdims=True))
-    found: Float32 = (vectors / np.maximum(lengths, LEAST_LENGTH)).astype(np.float32)
-    return found
+    rows: Float32 = (vectors / np.maximum(lengths, LEAST_LENGTH)).astype(np.float32)
+    return rows

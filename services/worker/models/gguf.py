@@ -122,11 +122,11 @@ class GgufWeights(Source):
 
     def head(self) -> bytes:
         """Return the headers of all parts."""
-        found = b""
+        head = b""
         for path, count in self._header_bytes.items():
             with path.open("rb") as file:
-                found += file.read(count)
-        return found
+                head += file.read(count)
+        return head
 
     def spans(self) -> Iterator[Span]:
         for place in self._places.values():
@@ -161,14 +161,14 @@ class GgufWeights(Source):
         heads = self._heads.get(name, 0)
         size = place.shape[0] // heads if heads else 1  # read by whole heads
         start, stop = first // size * size, -(-(first + rows) // size) * size
-        found = memory((stop - start, row_bytes // dtype.itemsize), dtype)
-        read_into(found, place.path, name, place.start + start * row_bytes, self._report)
+        tensor = memory((stop - start, row_bytes // dtype.itemsize), dtype)
+        read_into(tensor, place.path, name, place.start + start * row_bytes, self._report)
         self._read.add(place.name)
         if not heads:
-            return found
+            return tensor
         at = torch.arange(first, first + rows)
         head, half, pair = at // size, at % size // (size // 2), at % (size // 2)
-        return found[head * size + 2 * pair + half - start]
+        return tensor[head * size + 2 * pair + half - start]
 
     def _report(self, count: int) -> None:
         self._bytes_read += count
@@ -236,11 +236,11 @@ def _hugging_face_name(name: str, config: DecoderConfig) -> str | None:
 def _expert_parts(names: ExpertNames) -> dict[str, str | None]:
     """Return the file's names in a layer with a mixture of experts, and those that `names` has for them."""
     (gate, up), down = names.gate_up_proj, names.down_proj
-    found = {"ffn_gate_inp": names.router, "ffn_gate_inp_shexp": names.shared_gate}
+    parts = {"ffn_gate_inp": names.router, "ffn_gate_inp_shexp": names.shared_gate}
     for ending, mlp in (("exps", f"{names.experts}.{_ANY}"), ("shexp", names.shared)):
         for name, part in (("ffn_gate", gate), ("ffn_up", up), ("ffn_down", down)):
-            found[f"{name}_{ending}"] = mlp and f"{mlp}.{part}"
-    return found
+            parts[f"{name}_{ending}"] = mlp and f"{mlp}.{part}"
+    return parts
 
 
 def _half(raw: Tensor, at: int) -> Tensor:

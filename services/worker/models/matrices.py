@@ -19,12 +19,12 @@ Stacked = tuple[str, int, int, int]
 def tables(config: DecoderConfig) -> list[Named]:
     """Return the embedding, the head where it is another matrix, and learned positions, under their whole names."""
     family, names, hidden = config.family, config.family.names, config.hidden_size
-    found = [(f"{names.prefix}{names.embed_tokens}", config.vocab_size, hidden)]
+    matrices = [(f"{names.prefix}{names.embed_tokens}", config.vocab_size, hidden)]
     if not config.tied:
-        found.append((names.lm_head, config.vocab_size, hidden))
+        matrices.append((names.lm_head, config.vocab_size, hidden))
     if names.position_embeddings is not None:
-        found.append((f"{names.prefix}{names.position_embeddings}", config.context + family.position_offset, hidden))
-    return found
+        matrices.append((f"{names.prefix}{names.position_embeddings}", config.context + family.position_offset, hidden))
+    return matrices
 
 
 def layer_prefix(config: DecoderConfig, index: int) -> str:

@@ -169,8 +169,8 @@ class WeightLoader:
 
     def table(self, name: str, rows: int) -> Tensor:
         """Return a table [rows, hidden] in the model's dtype."""
-        found = self.source.take(self._find(f"{name}.weight"), (rows, self.config.hidden_size), self.dtype)
-        return found.to(self.ops.device)
+        tensor = self.source.take(self._find(f"{name}.weight"), (rows, self.config.hidden_size), self.dtype)
+        return tensor.to(self.ops.device)
 
     def plain(self, name: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
         """Return a matrix [outputs, inputs] and its bias in float32 on the host, whatever the method."""
@@ -190,15 +190,15 @@ class WeightLoader:
         """Return the rows, each of (size, rows), that lie one under the other in one tensor, or each in another."""
         if len(parts) == len(sizes):
             return [Rows(f"{prefix}{part}", size, rows) for part, (size, rows) in zip(parts, sizes, strict=True)]
-        found: list[Rows] = []
+        pieces: list[Rows] = []
         total, above = sum(size for size, _ in sizes), 0
         for size, rows in sizes:
             start, stop = above + rows.start, above + rows.stop
-            if found and found[-1].rows.stop == start:
-                start = found.pop().rows.start  # one piece with those above
-            found.append(Rows(f"{prefix}{parts[0]}", total, range(start, stop)))
+            if pieces and pieces[-1].rows.stop == start:
+                start = pieces.pop().rows.start  # one piece with those above
+            pieces.append(Rows(f"{prefix}{parts[0]}", total, range(start, stop)))
             above += size
-        return found
+        return pieces
 
     def column_parallel(self, parts: list[Rows], bias_kind: str) -> Any:
         """Return one packed matrix [outputs of all parts, hidden] of these rows, one under the other, with biases."""

@@ -131,14 +131,14 @@ class TokenBroadcast:
         if not parallel.is_leader:
             parallel.send(confirmed, 0, COPIES)
             return tuple(map(bool, copied.faults))
-        found = confirmed[1:].bool()
+        replaced = confirmed[1:].bool()
         for rank in range(1, parallel.size):
             received = torch.empty_like(confirmed)
             parallel.arrived(parallel.receive(received, rank, COPIES))
             if int(received[0]) != inflight.id:
                 raise RankError(f"rank {rank} has copied for step {int(received[0])}, not for {inflight.id}")
-            found |= received[1:].bool()
-        return tuple(found.tolist())
+            replaced |= received[1:].bool()
+        return tuple(replaced.tolist())
 
 
 def _scores(message: np.void, names: tuple[str, ...]) -> Scored:

@@ -123,13 +123,13 @@ class ParallelState:
         """Return every tp rank's x, of one shape, at the first of the stage; None at the others."""
         if self._stage_group is None:
             return [x]
-        found = [torch.empty_like(x) for _ in range(self.tp)] if self.tp_rank == 0 else []
+        parts = [torch.empty_like(x) for _ in range(self.tp)] if self.tp_rank == 0 else []
         if x.numel():
             options = dist.GatherOptions()
             options.rootRank = 0
             with _together("collecting the logits"):
-                self._stage_group.gather([found] if found else [], [x], options).wait()
-        return found or None
+                self._stage_group.gather([parts] if parts else [], [x], options).wait()
+        return parts or None
 
     def send_rows(self, x: Tensor) -> None:
         """Send x to the next stage; wait only while that is more than two steps a stage behind.
@@ -162,12 +162,12 @@ class ParallelState:
         """Return the smallest of all ranks' first, second, ... number."""
         if self.size == 1:
             return numbers
-        found = torch.tensor(numbers, dtype=torch.int64)
+        smallest = torch.tensor(numbers, dtype=torch.int64)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         with _together("agreeing on sizes"):
-            self._everyone.allreduce([found], options).wait()
-        return [int(number) for number in found.tolist()]
+            self._everyone.allreduce([smallest], options).wait()
+        return [int(number) for number in smallest.tolist()]
 
     def texts(self, text: str) -> list[str]:
         """Return every rank's text, in the order of ranks; cut to TEXT_BYTES."""
@@ -176,10 +176,10 @@ class ParallelState:
         mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
         data = text.encode()[:TEXT_BYTES]
         mine[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-        found = [torch.empty_like(mine) for _ in range(self.size)]
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
         with _together("asking the other ranks"):
-            self._everyone.allgather([found], [mine]).wait()
-        return [bytes(one.numpy().tobytes()).rstrip(b"\0").decode(errors="replace") for one in found]
+            self._everyone.allgather([parts], [mine]).wait()
+        return [bytes(one.numpy().tobytes()).rstrip(b"\0").decode(errors="replace") for one in parts]
 
     def demand_same(self, text: str) -> None:
         """Raise ConfigurationError where another rank has another text."""

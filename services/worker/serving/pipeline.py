@@ -24,8 +24,8 @@ from services.worker.in_flight import InFlightStep
 from services.worker.parallel.leader import Ranks
 from services.worker.slots import Chunks
 from services.worker.watchdog import StepWatchdog, Watched, end_process, limit_s
-from shared.columns import unpack
 from shared.errors import ProtocolError
+from shared.wire.columns import unpack
 
 log = logging.getLogger("orcinus.worker")
 

@@ -20,9 +20,9 @@ from google.protobuf.message import DecodeError
 
 from protos import worker_pb2
 from services.worker.serving.pipeline import Results, RunState
-from shared import run_socket
 from shared.errors import ProtocolError
 from shared.processes.listeners import is_own
+from shared.wire import run_socket
 
 log = logging.getLogger("orcinus.worker")
 

@@ -23,8 +23,8 @@ from services.worker.parallel.leader import Ranks
 from services.worker.serving.pipeline import Item, Observer, Pipeline, Results, RunState
 from services.worker.serving.run_server import RefusedError, RunServer
 from shared.errors import ConfigurationError
-from shared.handshake import wrong_version
 from shared.keys import EPOCHS
+from shared.wire.handshake import wrong_version
 
 log = logging.getLogger("orcinus.worker")
 

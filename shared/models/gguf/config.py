@@ -139,13 +139,14 @@ def _windows(file: GgufFile, name: str) -> dict[str, Any]:
     """Return sliding_window, and which layers have it where the file says so; empty for an architecture without."""
     if name not in _WINDOWS:
         return {}
-    found: dict[str, Any] = {"sliding_window": file.integer(f"{name}.attention.sliding_window", _WINDOWS[name]) or None}
+    window = file.integer(f"{name}.attention.sliding_window", _WINDOWS[name])
+    fields: dict[str, Any] = {"sliding_window": window or None}
     pattern = f"{name}.attention.sliding_window_pattern"
     if pattern not in file or name not in ("gemma2", "gemma3", "gpt-oss"):
-        return found
+        return fields
     if not file.count(pattern):
-        return {**found, "sliding_window_pattern": file.integer(pattern)}
-    return {**found, "layer_types": [f"{'sliding' if one else 'full'}_attention" for one in file.flags(pattern)]}
+        return {**fields, "sliding_window_pattern": file.integer(pattern)}
+    return {**fields, "layer_types": [f"{'sliding' if one else 'full'}_attention" for one in file.flags(pattern)]}
 
 
 def _mixture(file: GgufFile, name: str) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def _mixture(file: GgufFile, name: str) -> dict[str, Any]:
     inner = file.integer(f"{name}.feed_forward_length")
     each = inner // top_k if name.startswith("qwen") else inner  # where the file does not say
     each = file.integer(f"{name}.expert_feed_forward_length", each)
-    found = {
+    fields = {
         "num_experts": experts,
         "num_experts_per_tok": top_k,
         "norm_topk_prob": normalizes,
@@ -168,20 +169,20 @@ def _mixture(file: GgufFile, name: str) -> dict[str, Any]:
         "moe_intermediate_size": each,
     }
     if name == "qwen2moe":
-        found["shared_expert_intermediate_size"] = file.integer(f"{name}.expert_shared_feed_forward_length", inner)
-    return found
+        fields["shared_expert_intermediate_size"] = file.integer(f"{name}.expert_shared_feed_forward_length", inner)
+    return fields
 
 
 def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
     """Return rope_theta, partial_rotary_factor and rope_scaling."""
     base = f"{name}.rope"
-    found: dict[str, Any] = {"rope_theta": file.number(f"{base}.freq_base", 1e6 if name == "gemma3" else 1e4)}
+    fields: dict[str, Any] = {"rope_theta": file.number(f"{base}.freq_base", 1e6 if name == "gemma3" else 1e4)}
     if name == "gemma3":
-        found["rope_local_base_freq"] = file.number(f"{base}.freq_base_swa", 10000.0)
-    elif (local := file.number(f"{base}.freq_base_swa", found["rope_theta"])) != found["rope_theta"]:
+        fields["rope_local_base_freq"] = file.number(f"{base}.freq_base_swa", 10000.0)
+    elif (local := file.number(f"{base}.freq_base_swa", fields["rope_theta"])) != fields["rope_theta"]:
         raise ModelError(f"{file.path}: {base}.freq_base_swa {local:g} is not supported; choose another model")
     if (rotary := file.integer(f"{base}.dimension_count", head_dim)) != head_dim:
-        found["partial_rotary_factor"] = rotary / head_dim
+        fields["partial_rotary_factor"] = rotary / head_dim
     if any(key.startswith("rope_factors_") for key in file.tensors):
         raise ModelError(
             f"{file.path}: rope factors for long and short contexts are not supported; choose the model with the short "
@@ -189,7 +190,7 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
         )
     kind = file.text(f"{base}.scaling.type", "linear" if f"{base}.scale_linear" in file else "none")
     if kind == "none":
-        return {**found, "rope_scaling": {"rope_type": "default"}}
+        return {**fields, "rope_scaling": {"rope_type": "default"}}
     factor = file.number(f"{base}.scaling.factor", file.number(f"{base}.scale_linear", 1.0))
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if f"{base}.scaling.original_context_length" in file:
@@ -202,7 +203,7 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
             raise ModelError(f"{file.path}: {base}.scaling.{key} other than 1 is not supported; choose another model")
     if name == "gpt-oss":
         scaling["truncate"] = False  # as its config.json has it; no key says so
-    return {**found, "rope_scaling": scaling}
+    return {**fields, "rope_scaling": scaling}
 
 
 def _dtype(file: GgufFile) -> str:

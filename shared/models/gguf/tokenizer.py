@@ -119,13 +119,13 @@ def tokenizer_of(file: GgufFile) -> dict[str, Any]:
 def tokenizer_config_of(file: GgufFile) -> dict[str, Any]:
     """Return tokenizer_config.json: the names of the special tokens and the chat template."""
     texts = file.texts("tokenizer.ggml.tokens")
-    found: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     for key, name in (("bos", "bos_token"), ("eos", "eos_token"), ("padding", "pad_token"), ("unknown", "unk_token")):
         if (id_ := _special(file, key, len(texts))) is not None:
-            found[name] = texts[id_]
+            config[name] = texts[id_]
     if "tokenizer.chat_template" in file:
-        found["chat_template"] = file.text("tokenizer.chat_template")
-    return found
+        config["chat_template"] = file.text("tokenizer.chat_template")
+    return config
 
 
 def end_ids(file: GgufFile) -> list[int]:
@@ -251,7 +251,7 @@ def _merges(file: GgufFile, vocabulary: _Vocabulary) -> list[list[str]]:
         for text, type_, score in zip(vocabulary.texts, vocabulary.types, scores, strict=True)
         if type_ in (NORMAL, USER_DEFINED)
     }
-    found: list[tuple[float, str, str]] = []
+    merges: list[tuple[float, str, str]] = []
     for text, score in merged.items():
         if len(text) > MOST_MERGED_CHARS:
             raise ModelError(
@@ -261,9 +261,9 @@ def _merges(file: GgufFile, vocabulary: _Vocabulary) -> list[list[str]]:
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if left in merged and right in merged:
-                found.append((score, left, right))
-    found.sort(key=lambda one: (one[0], len(one[1]), len(one[2])), reverse=True)
-    return [[left, right] for _, left, right in found]
+                merges.append((score, left, right))
+    merges.sort(key=lambda one: (one[0], len(one[1]), len(one[2])), reverse=True)
+    return [[left, right] for _, left, right in merges]
 
 
 def _post_processor(file: GgufFile, vocabulary: _Vocabulary, adds_bos: bool) -> dict[str, Any] | None:

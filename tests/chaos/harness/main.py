@@ -21,7 +21,7 @@ import orjson
 import typer
 import uvloop
 
-from shared.arguments import Parser
+from shared.command_line.arguments import Parser
 from shared.errors import ConfigurationError
 
 try:

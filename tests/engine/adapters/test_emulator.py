@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kernels.emulator.device import EmulatedDevice
 from kernels.ops import Batch, Cache
 from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
 from services.worker.engine import Engine
-from shared.columns import pack
 from shared.errors import ConfigurationError
-from tests.engine.driver import Ahead, Driver, tokens_of
+from shared.wire.columns import pack
+from tests.engine.driver import Ahead, tokens_of
 from tests.engine.emulated import GAP, SHAPE, SMALL, emulated, engine_on
 from tests.engine.ranks import Processes
 from tests.support import in_process
@@ -118,27 +117,6 @@ def test_adapters_of_one_place_take_turns_behind_steps_in_flight(
     engine = house.emulated(monkeypatch, order, kv_blocks=18, max_loras=1)
     recorded, _ = in_process.run(engine, house.requests(), "orcinus", lookahead=1, step_tokens=24)
     assert tokens_of(recorded) == house.expected
-
-
-def test_rows_of_the_base_keep_their_bits_beside_adapters(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KV of each block, to the bit, also in a batch that is recorded; rows with an adapter differ."""
-    engine = house.emulated(monkeypatch, None, kv_blocks=18)
-    named = [worker_pb2.Adapter(number=1, digest=house.loras[0].digest)]
-
-    def run(adapters: list[int]) -> list[torch.Tensor]:
-        engine.reset()
-        driver = Driver(engine)
-        for slot, number in enumerate(adapters):
-            driver.enter(slot, house.prompts[0], adapter=number)
-        for turn in range(6):
-            driver.step(
-                {slot: 7 for slot in range(len(adapters))}, adapters=named if any(adapters) and not turn else []
-            )
-        return [engine.read_block(int(driver.blocks(slot)[0])) for slot in range(len(adapters))]
-
-    plain, mixed = run([0, 0, 0]), run([1, 0, 1])
-    assert torch.equal(mixed[1], plain[1])
-    assert torch.equal(mixed[0], mixed[2]) and not torch.equal(mixed[0], plain[0])
 
 
 def test_decodes_with_adapters_wait_for_no_device(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from services.scheduler.core.policy.presets import PRESETS
 from services.scheduler.core.types import NewRequest
 from services.worker.encoder_engine import EncoderEngine
 from services.worker.engine import Engine
-from shared.columns import pack, unpack_float
 from shared.errors import ConfigurationError, ModelError, ProtocolError
+from shared.wire.columns import pack, unpack_float
 from tests.engine.driver import Driver, make_engine
 from tests.support import in_process
 from tests.support.checkpoints.encoders import CLS, KINDS, PAD, SEP, VOCAB, EncoderReference, make_encoder

@@ -22,15 +22,14 @@ import pytest
 from llguidance import LLMatcher
 
 from protos import worker_pb2
-from services.gateway.text.reasoning import budget_grammar
 from services.scheduler.core import speculation
 from services.scheduler.core.types import Finish, NewRequest
 from services.worker import grammar as grammar_module
 from services.worker.engine import Engine
 from services.worker.grammar import Lane, Question
 from services.worker.slots import Chunks
-from shared.columns import pack, unpack
 from shared.text.grammars import NOT_FOLLOWED
+from shared.wire.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine, tokens_of
 from tests.engine.late_engine import make_late_engine
 from tests.support import in_process
@@ -253,35 +252,6 @@ def goes_on(engine: Engine, moved: list[NewRequest], outputs: list[list[int]]) -
         request.outputs = [np.array(had, np.int32)]
         known.tokens[request.id, 0] = list(had)
     return in_process.run(engine, moved, "orcinus", lookahead=1, known=known)[0]
-
-
-MARK, BUDGET = 99, 12
-THINKING = budget_grammar(BUDGET, "thinking", (98, MARK), ())
-
-
-def thinkers(grammar: str = THINKING) -> list[NewRequest]:
-    """Requests of random thoughts, which the model may end itself."""
-    prompts = random_prompts(24, (2, 40), 12)
-    return [
-        in_process.request(f"r{at}", prompt, 40, temperature=1.0, seed=at, grammar=grammar)
-        for at, prompt in enumerate(prompts)
-    ]
-
-
-def test_thinking_is_that_without_a_budget_until_it_is_spent(model: Path, engine: Engine) -> None:
-    free, _ = in_process.run(engine, thinkers(""), "orcinus", lookahead=1)
-    bound, _ = in_process.run(engine, thinkers(), "orcinus", lookahead=1)
-    assert not bound.errors
-    for name, tokens in bound.tokens.items():
-        end = tokens.index(MARK)
-        assert end <= BUDGET and tokens[:end] == free.tokens[name][:end]
-        assert (len(tokens), end) == (40, BUDGET) or free.tokens[name][end] == MARK
-    assert sum(tokens.index(MARK) == BUDGET for tokens in bound.tokens.values()) > 12
-    crowded = make_late_engine(model, host_blocks=0, **SMALL)
-    again, core = in_process.run(crowded, thinkers(), "sarathi", microbatches=2, lookahead=1, step_tokens=17)
-    assert again.tokens == bound.tokens and core.stats()["preemptions"] > 0
-    elsewhere = goes_on(engine, thinkers(), [had[: at % (BUDGET + 4)] for at, had in enumerate(tokens_of(bound))])
-    assert elsewhere.tokens == bound.tokens
 
 
 def enter_two(driver: Driver, grammar: str = KINDS[2][0]) -> None:

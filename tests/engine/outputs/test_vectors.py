@@ -15,7 +15,7 @@ import torch
 from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
 from services.worker.engine import Engine
-from shared.columns import pack, unpack_float
+from shared.wire.columns import pack, unpack_float
 from tests.engine.driver import Driver, make_engine, requests_of
 from tests.engine.ranks import Processes
 from tests.support import in_process

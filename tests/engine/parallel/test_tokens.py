@@ -13,9 +13,9 @@ from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
-from shared.columns import pack, unpack
 from shared.errors import RankError
 from shared.text.logprobs import unpack_records
+from shared.wire.columns import pack, unpack
 from tests.engine.driver import Ahead, Driver, entering, generated, make_engine
 from tests.engine.ranks import Processes, Replica
 from tests.support import in_process

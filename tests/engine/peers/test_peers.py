@@ -15,8 +15,8 @@ import pytest
 from protos import worker_pb2
 from services.worker.kv.share_folder import ID
 from services.worker.kv.tier_file import layout
-from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
+from shared.wire.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine
 from tests.engine.emulated import SMALL, float16_model
 from tests.engine.late_engine import make_late_engine

@@ -10,7 +10,7 @@ import pytest
 
 from protos import worker_pb2
 from services.worker.serving.server import OPTIONS
-from shared.columns import pack, unpack
+from shared.wire.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine
 from tests.engine.peers.test_peers import mapped, peer_of, sharing, tiers
 from tests.engine.worker.test_ranks import Replica

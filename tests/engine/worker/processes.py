@@ -10,9 +10,9 @@ from typing import Any, Self
 import redis
 
 from protos import worker_pb2
-from shared.handshake import digest_of, version
 from shared.keys import Keys
 from shared.settings import ROOT
+from shared.wire.handshake import digest_of, version
 from tests.support.launcher import settings_env
 
 COMMAND = ("-m", "services.cli", "worker")

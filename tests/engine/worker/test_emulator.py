@@ -21,8 +21,8 @@ from kernels.emulator.device import EmulatedDevice
 from services.scheduler.core import speculation
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import NewRequest
-from shared.columns import unpack_float
 from shared.text.logprobs import unpack_prompt_records, unpack_records
+from shared.wire.columns import unpack_float
 from tests.engine.driver import Driver, tokens_of
 from tests.engine.emulated import SHAPE, SMALL, emulated, engine_on, float16_model
 from tests.engine.ranks import Processes

@@ -27,8 +27,8 @@ from services.worker.serving import server as server_module
 from services.worker.serving.pipeline import QUEUED_STEPS
 from services.worker.serving.server import WorkerServer
 from services.worker.watchdog import StepWatchdog
-from shared.columns import unpack
 from shared.keys import Keys
+from shared.wire.columns import unpack
 from tests.engine.driver import make_engine
 from tests.engine.worker.processes import WorkerProcess, given_run
 from tests.engine.worker.test_server import first_step

@@ -22,9 +22,9 @@ from services.worker.kv import cache
 from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, wanted_lengths
 from services.worker.models.config import load_config
 from services.worker.registration import WORKERS_MS, Registration
-from shared.columns import pack
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
+from shared.wire.columns import pack
 from tests.engine.driver import Driver, make_engine
 from tests.engine.worker.processes import WorkerProcess
 from tests.support.checkpoints.models import Reference

@@ -24,9 +24,9 @@ from services.worker.parallel.launch import joined, own_gpu
 from services.worker.parallel.leader import Ranks
 from services.worker.serving.rank_server import RankServer
 from services.worker.serving.server import MESSAGE_BYTES, OPTIONS, WorkerServer
-from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
 from shared.settings import RankSettings, WorkerSettings
+from shared.wire.columns import pack, unpack
 from tests.engine.driver import make_engine
 from tests.engine.worker.test_server import Client, begun, chunk, first_step
 from tests.support.checkpoints.models import Reference

@@ -10,8 +10,8 @@ from services.worker.grammar import Question, Turns
 from services.worker.metrics import Metrics
 from services.worker.sampling import SamplingTable
 from services.worker.slots import Chunks
-from shared.columns import pack
 from shared.text.grammar_process import NO_TOKENS
+from shared.wire.columns import pack
 
 
 def rows_of(table: SamplingTable, known: int) -> tuple[float, int, bool, bool]:

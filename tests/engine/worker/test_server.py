@@ -19,10 +19,10 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
 from services.worker.serving import pipeline
 from services.worker.serving.server import MESSAGE_BYTES, OPTIONS, WorkerServer
-from shared import run_socket
-from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
-from shared.run_socket import is_name
+from shared.wire import run_socket
+from shared.wire.columns import pack, unpack
+from shared.wire.run_socket import is_name
 from tests.engine.driver import make_engine
 from tests.support.checkpoints.models import Reference
 from tests.support.run_socket import SocketCall

@@ -9,8 +9,8 @@ import pytest
 
 from protos import worker_pb2
 from services.worker.engine import Engine
-from shared.columns import pack, pack_float, unpack
 from shared.errors import ProtocolError
+from shared.wire.columns import pack, pack_float, unpack
 from tests.engine.driver import Driver, make_engine
 from tests.support.checkpoints.models import VOCAB, Reference
 

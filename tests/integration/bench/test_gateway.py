@@ -11,6 +11,7 @@ import pytest
 from bench.fleet import redis as bench
 from bench.gateway import main as gateway
 from bench.gateway.streams import BrokenStreamError, Reader
+from bench.local import redis_server
 from shared.keys import Keys
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -84,7 +85,7 @@ def test_short_run_counts_every_token_of_a_gateway(
 
 
 def test_requests_are_enqueued_claimed_and_ended(tmp_path: Path) -> None:
-    with bench.server(tmp_path) as client:
+    with redis_server(tmp_path) as (_, client):
         found = bench.measure(client, iterations=1)
         keys = Keys("bench")
         assert client.hmget(keys.queue, "requests", "tokens", "bytes") == [b"0", b"0", b"0"]

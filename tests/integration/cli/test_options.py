@@ -18,8 +18,8 @@ from services.cli import app
 from services.cli.app import EVERYTHING, SERVICES, run_tool
 from services.cli.options import build
 from services.launcher.rundir import RunDir
+from shared.command_line.options import effective, env_name, fields_of, flag, shown, source, without_password
 from shared.errors import ConfigurationError
-from shared.options import effective, env_name, fields_of, flag, shown, source, without_password
 from shared.settings import ChatSettings, GatewaySettings, WorkerSettings
 from tests.support.launcher import ROOT, clean_env
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
-from protos import kserve_pb2 as kserve
-from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from services.gateway.cluster import EVERY_S
 from services.gateway.gateway import Gateway
 from tests.integration.conftest import TEXT
@@ -79,17 +75,6 @@ def test_new_work_is_503_without_a_scheduler(gateway: GatewayProcess, scheduler:
     assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_redis_without_memory_is_503(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    scheduler.client.config_set("maxmemory", "1mb")
-    try:
-        until_not_ready(gateway)
-        answer = gateway.post("/v1/completions", {"prompt": "x"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_memory")
-    finally:
-        scheduler.client.config_set("maxmemory", "64mb")
-    gateway.wait_ready()
-
-
 def test_limits_of_the_statistics_bound_the_gateway(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     key = gateway.keys.stats(scheduler.shard)
     foreign = gateway.keys.worker("x")  # no worker writes these fields there
@@ -106,24 +91,6 @@ def test_limits_of_the_statistics_bound_the_gateway(gateway: GatewayProcess, sch
         scheduler.client.hdel(key, "max_model_len", "max_input_tokens", "max_output_tokens")
         scheduler.client.delete(foreign)
     until("the limit is gone", lambda: max_model_len(gateway) == CONTEXT)
-
-
-def test_hung_worker_or_scheduler_fails_the_health_of_progress(
-    tmp_path: Path, model: Path, redis_server: RedisServer
-) -> None:
-    """Also where the stats say that nothing runs."""
-    with led_gateway(tmp_path, model, redis_server, progress_timeout_s=1.5) as (own, scheduler):
-        assert own.status("/health/progress") == 200
-        body = {"prompt": "x", "background": True}
-        assert own.post("/v1/completions", body).status_code == 202
-        until("no progress", lambda: own.status("/health/progress") == 503)
-        assert "no step was answered" in own.reason("/health/progress")
-        scheduler.resign()  # as when it hangs: the lease runs out, its last stats stay
-        until_not_ready(own)
-        assert own.status("/health/progress") == 503
-        scheduler.lead()
-        scheduler.serve(scheduler.claim(), [50])
-        until("it has ended", lambda: own.status("/health/progress") == 200)
 
 
 DYING = """
@@ -263,8 +230,6 @@ def refusal(model: Path, **settings: Any) -> str:
     return gateway.log()
 
 
-GRPC_PORT = free_port()
-GATEWAY = {"grpc_port": GRPC_PORT}
 PANIC = "a" * 60 + "cc"
 """The library gives up the search of SPLIT in it, with a panic."""
 SPLIT = {"type": "Split", "pattern": {"Regex": "(?:a|a)+c(?!c)"}, "behavior": "Isolated", "invert": False}
@@ -305,19 +270,6 @@ def test_panic_refuses_one_request_and_the_next_is_answered(
     assert f"{param} cannot be tokenized by this model's tokenizer: " in error["message"]
     answer = gateway.post("/v1/completions", {"prompt": "ac", "max_tokens": 100})
     assert answer.json()["choices"][0]["text"] == TEXT
-
-
-def test_panic_over_grpc_is_an_invalid_argument(gateway: GatewayProcess, answers: None) -> None:
-    request = kserve.ModelInferRequest(model_name=gateway.name)
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-    request.raw_input_contents.append(struct.pack("<I", len(PANIC)) + PANIC.encode())
-    with (
-        grpc.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel,
-        pytest.raises(grpc.RpcError) as raised,
-    ):
-        GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=60)
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "cannot be tokenized by this model's tokenizer" in raised.value.details()
 
 
 def test_gateway_does_not_start_with_an_unbounded_tokenizer(tmp_path: Path, redis_server: RedisServer) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,16 @@ from tests.support.stand_ins.scripted_scheduler import STOP, ScriptedScheduler, 
 from tests.support.waiting import wait_until
 
 
-async def slowly(app: Any, path: str, begun: asyncio.Event, read: asyncio.Event) -> int:
-    """Ask as a client that reads its answer once `read` is set; return the status."""
+@pytest.fixture
+def scheduler(local_gateway: Gateway, redis_server: RedisServer) -> ScriptedScheduler:
+    return ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+
+
+@asynccontextmanager
+async def slow_reader(gateway: Gateway, path: str) -> AsyncIterator[None]:
+    """Be a client that begins to get its answer, and reads it at the end of the block. Nothing else has room then."""
+    gateway.first.rereads.most_bytes = 1
+    begun, read = asyncio.Event(), asyncio.Event()
     status = 0
 
     async def receive() -> dict[str, Any]:
@@ -41,77 +51,69 @@ async def slowly(app: Any, path: str, begun: asyncio.Event, read: asyncio.Event)
         "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
         "headers": [(b"host", b"localhost")], "client": None, "server": None,
     }  # fmt: skip
-    await app(scope, receive, send)
-    return status
+    async with asyncio.timeout(60):
+        reading = asyncio.create_task(public_app(gateway)(scope, receive, send))
+        await begun.wait()
+        yield
+        read.set()
+        await reading
+    assert status == 200
+
+
+async def answer(scheduler: ScriptedScheduler, client: httpx.AsyncClient, path: str, body: Any, **more: Any) -> Any:
+    """Return the answer of two tokens to a POST."""
+    with answering(scheduler, lambda _: [50, 51], STOP):
+        return (await client.post(path, json=body, **more)).json()
 
 
 @pytest.mark.parametrize("kind", ["requests", "responses"])
 async def test_answer_is_refused_while_too_many_bytes_are_on_their_way(
-    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, kind: str
+    local_gateway: Gateway, scheduler: ScriptedScheduler, kind: str
 ) -> None:
-    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     post = {
         "requests": ("/v1/completions", {"prompt": "x"}),
         "responses": ("/v1/responses", {"input": "x"}),
     }
     client: httpx.AsyncClient = asgi(local_gateway)
     address, body = post[kind]
-    with answering(scheduler, lambda _: [50, 51], STOP):
-        made = (await client.post(address, json={"model": local_gateway.first.name, **body})).json()
+    made = await answer(scheduler, client, address, {"model": local_gateway.first.name, **body})
     path = f"/v1/{kind}/{made['id']}"
-    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
-    begun, read = asyncio.Event(), asyncio.Event()
-    reading = asyncio.create_task(slowly(public_app(local_gateway), path, begun, read))
-    async with asyncio.timeout(60):
-        await begun.wait()
+    async with slow_reader(local_gateway, path):
         refused = await client.get(path)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "too_many_answers"
-        read.set()
-        assert await reading == 200
-        again = await client.get(path)
-    assert again.status_code == 200, "alone an answer always has room"
+    assert (await client.get(path)).status_code == 200, "alone an answer always has room"
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
 async def test_conversation_is_not_read_while_too_many_bytes_are_on_their_way(
-    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, path: str
+    local_gateway: Gateway, scheduler: ScriptedScheduler, path: str
 ) -> None:
-    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     client: httpx.AsyncClient = asgi(local_gateway)
     body = {"model": local_gateway.first.name, "input": "x"}
-    with answering(scheduler, lambda _: [50, 51], STOP):
-        made = (await client.post("/v1/responses", json=body)).json()
+    made = await answer(scheduler, client, "/v1/responses", body)
     further = body | {"previous_response_id": made["id"]}
-    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
-    begun, read = asyncio.Event(), asyncio.Event()
-    held = asyncio.create_task(slowly(public_app(local_gateway), f"/v1/responses/{made['id']}", begun, read))
-    async with asyncio.timeout(60):
-        await begun.wait()
+    async with slow_reader(local_gateway, f"/v1/responses/{made['id']}"):
         refused = await client.post(path, json=further)
         error = refused.json()["error"]
         assert (refused.status_code, error["code"], error["param"]) == (
             503, "too_many_answers", "previous_response_id",
         )  # fmt: skip
         assert error["message"].startswith("answers and conversations that are read again: too many bytes")
-        read.set()
-        assert await held == 200
-        with answering(scheduler, lambda _: [50, 51], STOP):
-            for _ in range(2):  # each is released when it is sent
-                assert (await client.post(path, json=further)).status_code == 200
+    with answering(scheduler, lambda _: [50, 51], STOP):
+        for _ in range(2):  # each is released when it is sent
+            assert (await client.post(path, json=further)).status_code == 200
 
 
 async def test_refused_bytes_are_never_read_from_redis(
-    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    local_gateway: Gateway, redis_server: RedisServer, scheduler: ScriptedScheduler
 ) -> None:
     def refuse(size_bytes: int) -> None:
         sizes.append(size_bytes)
         raise ApiError(503, "too many bytes")
 
-    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     body, sizes = {"model": local_gateway.first.name, "input": "x"}, list[int]()
-    with answering(scheduler, lambda _: [50, 51], STOP):
-        made = (await asgi(local_gateway).post("/v1/responses", json=body)).json()
+    made = await answer(scheduler, asgi(local_gateway), "/v1/responses", body)
     tenant = (await local_gateway.dispatcher.raw_record(made["id"]))[b"tenant"].decode()
     before = redis_server.client.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"]
     with pytest.raises(ApiError, match="too many bytes"):
@@ -122,24 +124,16 @@ async def test_refused_bytes_are_never_read_from_redis(
 
 @pytest.mark.parametrize("verb, path", [("DELETE", "/{id}"), ("POST", "/{id}/cancel")])
 async def test_running_response_is_cancelled_while_too_much_is_read(
-    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, verb: str, path: str
+    local_gateway: Gateway, scheduler: ScriptedScheduler, verb: str, path: str
 ) -> None:
-    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     client: httpx.AsyncClient = asgi(local_gateway)
     body = {"model": local_gateway.first.name, "input": "x"}
-    with answering(scheduler, lambda _: [50, 51], STOP):
-        ended = (await client.post("/v1/responses", json=body)).json()
+    ended = await answer(scheduler, client, "/v1/responses", body)
     running = (await client.post("/v1/responses", json=body | {"background": True})).json()
-    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
-    begun, read = asyncio.Event(), asyncio.Event()
-    held = asyncio.create_task(slowly(public_app(local_gateway), f"/v1/responses/{ended['id']}", begun, read))
-    async with asyncio.timeout(60):
-        await begun.wait()
-        answer = await client.request(verb, "/v1/responses" + path.format(id=running["id"]))
-        assert answer.status_code == (200 if verb == "DELETE" else 503)
+    async with slow_reader(local_gateway, f"/v1/responses/{ended['id']}"):
+        response = await client.request(verb, "/v1/responses" + path.format(id=running["id"]))
+        assert response.status_code == (200 if verb == "DELETE" else 503)
         assert (await local_gateway.dispatcher.raw_record(running["id"]))[b"cancelled"] == b"1"
-        read.set()
-        assert await held == 200
 
 
 KEYS = ["a" * 40, "b" * 40, "c" * 40]
@@ -156,10 +150,7 @@ async def test_waiting_conversations_leave_room_for_answers_of_other_tenants(
     async with in_process(settings, generations.model()) as gateway, asyncio.timeout(60):
         client, body = asgi(gateway), {"model": gateway.first.name, "input": "x"}
         as_key = {key: {"Authorization": f"Bearer {key}"} for key in KEYS}
-        with answering(scheduler, lambda _: [50, 51], STOP):
-            made = [
-                (await client.post("/v1/responses", json=body, headers=headers)).json() for headers in as_key.values()
-            ]
+        made = [await answer(scheduler, client, "/v1/responses", body, headers=as_key[key]) for key in KEYS]
         monkeypatch.setattr(gateway.first.rereads, "most_bytes", 1)
         waiting: list[asyncio.Task[httpx.Response]] = []
         for key, before in zip(KEYS[:2], made, strict=False):
@@ -180,9 +171,8 @@ async def test_waiting_conversations_leave_room_for_answers_of_other_tenants(
 
 
 async def test_conversation_that_waits_for_its_answer_counts_in_the_queue(
-    local_gateway: Gateway, redis_server: RedisServer
+    local_gateway: Gateway, redis_server: RedisServer, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     keys, client = local_gateway.settings.keys, asgi(local_gateway)
     held = {}
     for store in (False, True):
@@ -200,13 +190,15 @@ async def test_conversation_that_waits_for_its_answer_counts_in_the_queue(
 
 @pytest.mark.parametrize("options", [{}, {"stream": True}])
 async def test_conversations_that_wait_to_be_stored_are_bounded(
-    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    local_gateway: Gateway,
+    redis_server: RedisServer,
+    scheduler: ScriptedScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
 ) -> None:
-    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     keys, client = local_gateway.settings.keys, asgi(local_gateway)
     body = {"model": local_gateway.first.name, "input": "x"}
-    with answering(scheduler, lambda _: [50, 51], STOP):
-        ended = (await client.post("/v1/responses", json=body)).json()
+    ended = await answer(scheduler, client, "/v1/responses", body)
     monkeypatch.setattr(local_gateway.first.conversations, "most_bytes", 1)
     body, key = {**body, **options}, {"Idempotency-Key": "k"}
     waiting = [asyncio.create_task(client.post("/v1/responses", json=body, headers=key))]
@@ -252,10 +244,9 @@ async def test_background_response_holds_no_conversation_once_it_is_stored(
 
 
 async def test_conversation_and_answer_of_a_request_sent_again_are_read_at_once(
-    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    local_gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
-    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     client: httpx.AsyncClient = asgi(local_gateway)
     body = {"model": local_gateway.first.name, "input": "x"}
     with answering(scheduler, lambda _: [50, 51], STOP):
@@ -269,37 +260,27 @@ async def test_conversation_and_answer_of_a_request_sent_again_are_read_at_once(
 
 
 async def test_request_sent_again_is_refused_while_too_many_bytes_are_on_their_way(
-    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    local_gateway: Gateway, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     client: httpx.AsyncClient = asgi(local_gateway)
     body, headers = {"model": local_gateway.first.name, "prompt": "x"}, {"Idempotency-Key": "k"}
-    with answering(scheduler, lambda _: [50, 51], STOP):
-        made = (await client.post("/v1/completions", json=body, headers=headers)).json()
-    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
-    begun, read = asyncio.Event(), asyncio.Event()
-    path = f"/v1/requests/{made['id']}"
-    reading = asyncio.create_task(slowly(public_app(local_gateway), path, begun, read))
-    async with asyncio.timeout(60):
-        await begun.wait()
+    made = await answer(scheduler, client, "/v1/completions", body, headers=headers)
+    async with slow_reader(local_gateway, f"/v1/requests/{made['id']}"):
         refused = await client.post("/v1/completions", json=body, headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_answers")
-        read.set()
-        assert await reading == 200
-        for _ in range(2):  # each is released when it is sent
-            again = await client.post("/v1/completions", json=body, headers=headers)
-            assert (again.status_code, again.json()["choices"]) == (200, made["choices"])
+    for _ in range(2):  # each is released when it is sent
+        again = await client.post("/v1/completions", json=body, headers=headers)
+        assert (again.status_code, again.json()["choices"]) == (200, made["choices"])
 
 
 async def test_response_alone_is_read_from_store_and_record_at_once(
-    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    local_gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ended(_responses: Responses, _id: str) -> None:
         """Leave the end of a response to its next reader."""
 
     monkeypatch.setattr(Responses, "ended", ended)
     monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
-    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     client: httpx.AsyncClient = asgi(local_gateway)
     body = {"model": local_gateway.first.name, "input": "x", "background": True}
     with answering(scheduler, lambda _: [50, 51], STOP):
@@ -311,15 +292,13 @@ async def test_response_alone_is_read_from_store_and_record_at_once(
 
 
 async def test_stored_response_of_another_tenant_is_not_counted(
-    local_gateway: Gateway, redis_server: RedisServer
+    local_gateway: Gateway, scheduler: ScriptedScheduler
 ) -> None:
     def refuse(size_bytes: int) -> None:
         raise ApiError(503, f"{size_bytes} bytes too many")
 
-    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     client: httpx.AsyncClient = asgi(local_gateway)
-    with answering(scheduler, lambda _: [50, 51], STOP):
-        made = (await client.post("/v1/responses", json={"model": local_gateway.first.name, "input": "x"})).json()
+    made = await answer(scheduler, client, "/v1/responses", {"model": local_gateway.first.name, "input": "x"})
     store = local_gateway.first.responses
     tenant = (await local_gateway.dispatcher.raw_record(made["id"]))[b"tenant"].decode()
     assert await store.find(made["id"], "another", refuse) == (None, False)

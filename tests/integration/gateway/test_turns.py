@@ -56,13 +56,6 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-async def test_realtime_begins_before_a_crowd_of_low(local_gateway: Gateway, begun: list[str]) -> None:
-    answers = await sent(local_gateway, *[body(local_gateway, "low")] * 30, body(local_gateway, "realtime"))
-    assert {answer.status_code for answer in answers} == {202}
-    assert begun.index("realtime") <= 2 * TURNS
-    assert len(begun) == 31
-
-
 async def test_realtime_chat_is_encoded_before_a_crowd_of_low(
     local_gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,18 +178,6 @@ async def test_requests_that_wait_for_their_turn_are_active(local_gateway: Gatew
     (gauge,) = local_gateway.metrics.active.collect()
     assert gauge.samples[0].value == 3
     await asyncio.gather(*waiting)
-
-
-async def test_crowd_is_429_with_the_time_of_a_place(local_gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "TURN_REQUESTS", 8)
-    local_gateway.turns = Turns(0.5, 60.0)
-    low = [body(local_gateway, "low", seed=number) for number in range(30)]
-    *answers, urgent = await sent(local_gateway, *low, body(local_gateway, "realtime"))
-    refused = [answer for answer in answers if answer.status_code == 429]
-    assert (urgent.status_code, len(refused) > 0) == (202, True)
-    error = refused[0].json()["error"]
-    assert (error["code"], "are waiting for their turn" in error["message"]) == ("queue_full", True)
-    assert int(refused[0].headers["retry-after"]) >= 1
 
 
 async def test_named_request_in_a_crowd_may_come_again_as_soon_as_there_is_room(

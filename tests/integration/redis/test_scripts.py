@@ -15,11 +15,11 @@ from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, O
 from services.scheduler.requests.intake import Entry
 from services.scheduler.requests.publisher import Publisher
 from shared import redis_client
-from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import EPOCHS, GROUP
 from shared.lease import Lease
 from shared.redis_client import KEPT_TTL_MS, Scripts
+from shared.wire.columns import pack
 from tests.integration.redis.script_calls import (
     KEYS,
     SHARD,
@@ -380,18 +380,6 @@ async def test_cancel_is_a_flag_before_the_claim_then_a_command(client: Redis, s
     for _ in range(2):  # also when its answer was lost
         assert await scripts.control([KEYS.req("r")], [*adopt, "i", "alice", "h"]) == b"sent"
     assert await client.hmget(KEYS.req("r"), "gateway", "former") == [b"i", b" g h i "]
-
-
-async def test_fenced_writes_are_all_done_or_none(client: Redis, scripts: Scripts) -> None:
-    mine = await lease(scripts, "acquire")
-    words: list[Any] = [4, "HSET", KEYS.stats(SHARD), "a", 1, 3, "PEXPIRE", KEYS.stats(SHARD), 9000]
-    keys = [KEYS.lease(SHARD), KEYS.stats(SHARD)]
-    with pytest.raises(LeaseLostError):
-        await scripts.fenced(keys, [mine - 1, *words])
-    assert not await client.exists(KEYS.stats(SHARD))
-    await scripts.fenced(keys, [mine, *words])
-    assert await client.hgetall(KEYS.stats(SHARD)) == {b"a": b"1"}
-    assert 0 < await client.pttl(KEYS.stats(SHARD)) <= 9000
 
 
 def worker_keys(name: str, before: str = "") -> list[str]:

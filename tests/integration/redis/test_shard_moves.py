@@ -16,12 +16,12 @@ from redis.asyncio import Redis
 from protos import queue_pb2
 from services.scheduler.requests.handover import RequestHandover
 from services.scheduler.requests.intake import Clock, Entry, Intake
-from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import GROUP
 from shared.lease import Lease
 from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings
+from shared.wire.columns import pack
 from tests.integration.redis.script_calls import KEYS, enqueue, publication
 from tests.support.stack import RedisServer
 

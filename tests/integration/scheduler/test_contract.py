@@ -19,9 +19,9 @@ from google.protobuf.message import DecodeError
 from protos import queue_pb2, worker_pb2
 from services.scheduler.core.types import Finish, NewRequest
 from services.scheduler.workers.contract import ContractError, check_info, check_same
-from shared.columns import pack, unpack
 from shared.settings import SchedulerSettings
 from shared.text.logprobs import record_bytes
+from shared.wire.columns import pack, unpack
 from tests.support.shard import Described, Shard, serving
 from tests.support.waiting import wait_until
 

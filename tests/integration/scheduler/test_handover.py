@@ -18,12 +18,12 @@ from services.scheduler.requests.handover import STRANDED_S, RequestHandover
 from services.scheduler.requests.intake import Claimed, Clock, Entry, Intake
 from services.scheduler.requests.publisher import Publisher
 from services.scheduler.shard.shards import Shards
-from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import GROUP, Keys
 from shared.lease import Lease
 from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings
+from shared.wire.columns import pack
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import Line, ScriptedScheduler
 

@@ -11,10 +11,10 @@ from redis.asyncio import Redis
 from protos import worker_pb2
 from services.scheduler.workers.contract import ContractError, check_info
 from services.worker.registration import Registration
-from shared.handshake import FIRST, VERSION, version
 from shared.lease import Lease
 from shared.redis_client import Scripts
 from shared.settings import SchedulerSettings, WorkerSettings
+from shared.wire.handshake import FIRST, VERSION, version
 from tests.integration.redis.script_calls import KEYS, SHARD
 from tests.integration.redis.script_calls import client as client  # the fixtures
 from tests.integration.redis.script_calls import scripts as scripts

@@ -19,12 +19,12 @@ from services.scheduler.core.types import Limits, StepResult
 from services.scheduler.requests.claims import Claims, Holdings
 from services.scheduler.requests.commands import Commands
 from services.scheduler.requests.intake import READ_COUNT, Claimed, Clock, Intake
-from shared.columns import pack, unpack
 from shared.keys import Keys
 from shared.lease import Lease
 from shared.redis_client import BLOCK_MS, Scripts, connect
 from shared.settings import SchedulerSettings
 from shared.tasks import end
+from shared.wire.columns import pack, unpack
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.token_stack import PROMPT, TokenStack
 from tests.support.stand_ins.token_worker import answer

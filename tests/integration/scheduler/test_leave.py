@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from protos import queue_pb2, worker_pb2
-from services.scheduler.core.types import Finish, NewRequest
-from shared.columns import pack, unpack
+from services.scheduler.core.types import NewRequest
 from shared.settings import SchedulerSettings
+from shared.wire.columns import pack, unpack
 from tests.support.shard import Described, Shard, serving
 from tests.support.waiting import wait_until
 
@@ -96,33 +96,6 @@ class Leaver(Described):
 def request(name: str) -> NewRequest:
     prompt = np.arange(PROMPT, dtype=np.int32) % 9
     return NewRequest(name, [prompt], TOKENS, gateway="g", payload=queue_pb2.Request(n=1))
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-async def test_next_worker_loads_what_one_kept(keeps: bool) -> None:
-    first, second, shard = Leaver("first", keeps), Leaver("second", keeps), Shard(SETTINGS)
-    async with serving(first, second) as (one, other):
-        shard.add([request("a")])
-        run = asyncio.create_task(shard.fleet.serve(one))
-        await wait_until(lambda: len(first.steps) > 10)
-        first.drains.set()
-        await run
-        assert shard.events == [("worker_left", "worker drained: all steps are answered", "first")]
-        kept = unpack(first.steps[-1].keep)
-        assert (kept.size > 0) == keeps
-        shard.core.check()
-        run = asyncio.create_task(shard.fleet.serve(replace(other, epoch=2)))
-        await wait_until(lambda: "a" in shard.ended or run.done())
-        await wait_until(lambda: not shard.core.kept_tiers)
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-    assert (shard.ended["a"].finish, shard.ended["a"].outputs[0].tolist()) == ([Finish.LENGTH], [7] * TOKENS)
-    assert list(second.hello.kept) == ([f"{FOLDER}/first"] if keeps else [])
-    total = PROMPT + TOKENS - 1
-    assert (first.computed + second.computed == total) == keeps
-    if keeps:
-        (enter,) = (enter for step in second.steps for enter in step.enters)
-        assert enter.computed == first.computed and unpack(first.steps[-1].swap_out_host).tolist() == kept.tolist()
 
 
 @pytest.mark.parametrize("needed", [True, False])

@@ -17,8 +17,8 @@ from services.scheduler.workers import run_call
 from services.scheduler.workers.run_call import RunCall
 from services.worker.serving.pipeline import Results, RunState
 from services.worker.serving.run_server import RefusedError, RunServer
-from shared import run_socket
 from shared.errors import ProtocolError
+from shared.wire import run_socket
 from tests.support.run_socket import SocketCall
 
 STEPS = 300

@@ -15,9 +15,9 @@ from typing import Any
 import redis
 
 from protos import queue_pb2
-from shared.columns import pack, unpack
 from shared.keys import GROUP, Keys
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, source
+from shared.wire.columns import pack, unpack
 from tests.support.waiting import until
 
 LEASE_MS = 600_000

@@ -15,8 +15,8 @@ import redis
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.registration import TTL_MS
-from shared.columns import pack, unpack
 from shared.keys import Keys
+from shared.wire.columns import pack, unpack
 
 SLOTS, VOCABULARY = 16, 256
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.app import app
-from shared.arguments import KINDS
+from shared.command_line.arguments import KINDS
 
 HELP = (Path(__file__).parents[1] / "snapshots" / "cli.txt").read_text()
 """The help that the commands print, as snapshots/test_snapshots.py holds it."""

@@ -15,7 +15,7 @@ from services.gateway.openai.retrieval import EmbedBody, embed_spec, rerank_spec
 from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.pairs import Pair, Pairs
 from services.gateway.text.tokenizer import ModelText
-from shared.columns import pack_float
+from shared.wire.columns import pack_float
 from tests.support.checkpoints.tokenizers import write_model
 
 

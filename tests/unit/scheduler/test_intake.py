@@ -16,10 +16,10 @@ from services.scheduler.requests.claims import Claims, Holdings
 from services.scheduler.requests.commands import Commands
 from services.scheduler.requests.intake import FULL_MS, MAX_PREDICTION, MAX_TOKENS, Clock, Intake, decode
 from services.scheduler.service import Service
-from shared.columns import pack
 from shared.keys import CLASSES, Keys
 from shared.redis_client import BLOCK_MS
 from shared.settings import SchedulerSettings
+from shared.wire.columns import pack
 from tests.support.waiting import free_port, wait_until
 
 NONE = [0, 0, 0, 0]

@@ -12,8 +12,8 @@ from services.scheduler.metrics import ALIASES, Metrics
 from services.scheduler.telemetry import COLUMNS, COUNTED_AT_ONCE, ROWS, Iterations, Stats
 from services.scheduler.tracing import RequestTimes, Timeline
 from services.scheduler.workers.loop import WorkerRates
-from shared.columns import unpack
 from shared.telemetry.metrics import PENDING_COLUMNS, Alias, Aliases, ColumnHistogram, ColumnHistograms
+from shared.wire.columns import unpack
 from tests.support.stand_ins.written_stack import REPLICA
 
 BOUNDS = (0.1, 0.5, 1, 2.5)

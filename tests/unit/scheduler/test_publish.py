@@ -10,8 +10,8 @@ from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, O
 from services.scheduler.requests.intake import Entry, extend, room_by_class
 from services.scheduler.requests.publisher import arguments, batches, written_keys
 from services.scheduler.telemetry import Stats, Window
-from shared.columns import pack, unpack
 from shared.keys import Keys
+from shared.wire.columns import pack, unpack
 
 SECOND = 1_000_000_000
 

@@ -15,10 +15,10 @@ from services.scheduler.workers import fleet as fleet_module
 from services.scheduler.workers.link import StepFailedError
 from services.scheduler.workers.loop import InFlight
 from services.scheduler.workers.registry import Registration
-from shared.columns import pack, unpack
 from shared.errors import ProtocolError
 from shared.settings import SchedulerSettings
 from shared.tasks import end, first_of, within
+from shared.wire.columns import pack, unpack
 from tests.support.waiting import free_port
 
 

@@ -8,10 +8,10 @@ import grpc
 import numpy as np
 import pytest
 
-from shared import run_socket
-from shared.columns import pack, unpack, unpack_list
 from shared.errors import ProtocolError
-from shared.run_socket import END, FRAME_BYTES, HEADER, MESSAGE, Frames, end, is_name, message, new_name, read_end
+from shared.wire import run_socket
+from shared.wire.columns import pack, unpack, unpack_list
+from shared.wire.run_socket import END, FRAME_BYTES, HEADER, MESSAGE, Frames, end, is_name, message, new_name, read_end
 
 
 def test_list_of_a_column_is_that_of_its_array() -> None:

@@ -131,13 +131,13 @@ class BlockReader(Reader):
 
     def _find_mark(self) -> bool:
         marks = [mark for mark in (self._marks.section, self._marks.opening) if mark]
-        found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
-        if not found:
+        matches = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        if not matches:
             keep = max(overlap(self._held, mark) for mark in marks)
             self._say(self._held[: len(self._held) - keep])
             self._held = self._held[len(self._held) - keep :]
             return False
-        at, mark = min(found)
+        at, mark = min(matches)
         self._say(self._held[:at])
         self._raw, self._held, self._looked = [mark], self._held[at + len(mark) :], 0
         self._begins = False
@@ -255,9 +255,9 @@ class BlockReader(Reader):
 
     def _read_value(self) -> bool:
         pair, at = PAIRS[self._use.format], 0
-        while (found := self._held.find(pair.mark, at)) >= 0:
-            end = pair.end.match(self._held, found)
-            start = found - (pair.eats_line_break and self._held.endswith("\n", 0, found))
+        while (mark_at := self._held.find(pair.mark, at)) >= 0:
+            end = pair.end.match(self._held, mark_at)
+            start = mark_at - (pair.eats_line_break and self._held.endswith("\n", 0, mark_at))
             if end is not None:
                 self._take_value(start)
                 self._end_value()
@@ -267,8 +267,8 @@ class BlockReader(Reader):
                 self._held = self._held[end.end() - start :]
                 self._at = _At.PAIR
                 return True
-            at = found + len(pair.mark)
-            if len(self._held) - found < MOST_END and self._held.find(pair.mark, at) < 0:
+            at = mark_at + len(pair.mark)
+            if len(self._held) - mark_at < MOST_END and self._held.find(pair.mark, at) < 0:
                 self._take_value(start)  # its end may come; behind another mark it cannot
                 return False
         self._take_value(max(0, len(self._held) - len(pair.mark)))
@@ -288,11 +288,11 @@ class BlockReader(Reader):
     def _cut_value(self) -> None:
         """End a value behind which nothing comes any more. It is whole where only the marks behind it are missing."""
         pair = PAIRS[self._use.format]
-        found = self._held.find(pair.mark)
-        behind = "".join(self._held[found + len(pair.mark) :].split())
-        is_last = found >= 0 and pair.closing.startswith(behind)
-        if is_last or (found >= 0 and behind.startswith(pair.more[: len(behind)])):
-            self._take_value(found - (pair.eats_line_break and self._held.endswith("\n", 0, found)))
+        mark_at = self._held.find(pair.mark)
+        behind = "".join(self._held[mark_at + len(pair.mark) :].split())
+        is_last = mark_at >= 0 and pair.closing.startswith(behind)
+        if is_last or (mark_at >= 0 and behind.startswith(pair.more[: len(behind)])):
+            self._take_value(mark_at - (pair.eats_line_break and self._held.endswith("\n", 0, mark_at)))
             self._end_value()
             if is_last:
                 self._argue("}")

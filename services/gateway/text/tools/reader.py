@@ -65,8 +65,8 @@ class CallObject:
         if not self.name:
             self._waiting.append("".join(gained))
             return used, ""
-        found, self._waiting = [*self._waiting, *gained], []
-        return used, "".join(found)
+        shown, self._waiting = [*self._waiting, *gained], []
+        return used, "".join(shown)
 
     def _take(self, char: str, gained: list[str]) -> None:
         if self._place == "value":
@@ -175,11 +175,11 @@ class CallPiece:
 
 def merged(pieces: list[CallPiece]) -> list[CallPiece]:
     """Return one piece for each call."""
-    found: dict[int, CallPiece] = {}
+    calls: dict[int, CallPiece] = {}
     for piece in pieces:
-        held = found.setdefault(piece.index, CallPiece(piece.index, piece.id, piece.name, ""))
+        held = calls.setdefault(piece.index, CallPiece(piece.index, piece.id, piece.name, ""))
         held.arguments += piece.arguments
-    return list(found.values())
+    return list(calls.values())
 
 
 class _At(Enum):
@@ -372,14 +372,14 @@ class ToolReader(Reader):
 
     def _begin_named(self, rest: str) -> bool:
         """Begin a call with its name before its arguments, or treat it as text."""
-        found = _NAMED.match(rest)
-        if found is None or found[2] is None:
-            if found is not None and found.end() == len(rest):
+        match = _NAMED.match(rest)
+        if match is None or match[2] is None:
+            if match is not None and match.end() == len(rest):
                 return self._wait(BLANK.fullmatch)
-            return False if found is None and _BEGINS_NAMED.fullmatch(rest) else self._is_text()
-        self._held = rest[found.start(2) :]
-        self._object = CallObject(found[1])
-        self._begin_call(found[1])
+            return False if match is None and _BEGINS_NAMED.fullmatch(rest) else self._is_text()
+        self._held = rest[match.start(2) :]
+        self._object = CallObject(match[1])
+        self._begin_call(match[1])
         self._at, self._alone = _At.OBJECT, True
         return True
 

@@ -122,12 +122,12 @@ class Placement:
 
     def confined_fitting(self, replica: Replica) -> int:
         """Return how many of the confined sequences run on `replica` or fit it."""
-        found = 0
+        fitting = 0
         for sequence in [s for record in self.confined.values() for s in record.sequences]:
             runs = sequence.state is State.RUNNING and sequence.replica == replica.number
             fits = self._identity.allows(replica, sequence) and self._fits.holds(replica, sequence)
-            found += sequence.state is not State.ENDED and (runs or fits)
-        return found
+            fitting += sequence.state is not State.ENDED and (runs or fits)
+        return fitting
 
     def confined_waiting(self) -> bool:
         """Return whether a confined sequence waits."""

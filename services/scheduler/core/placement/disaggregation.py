@@ -82,10 +82,10 @@ def requeue_handed_over(replica: Replica, waiting: WaitingQueue, now_ns: int) ->
 
 def unreadable(replicas: Collection[Replica]) -> list[tuple[Replica, Replica, str]]:
     """Return (decode replica, prefill replica, reason) where the first cannot read the host tier of the second."""
-    found = []
+    obstacles = []
     for reader in (r for r in replicas if r.limits.role == DECODE):
         for owner in (r for r in replicas if r.limits.role == PREFILL):
             if not reader.peers.may_read(owner):
                 why = obstacle(reader.limits, owner.limits) or "it could not map the other one's host tier"
-                found.append((reader, owner, why))
-    return found
+                obstacles.append((reader, owner, why))
+    return obstacles

@@ -29,7 +29,7 @@ NO_NEWS: dict[int, Any] = {}  # shared: read only
 def obstacle(reader: Limits, owner: Limits) -> str:
     """Return why `reader` cannot map the host tier of `owner`, another worker; empty if it may try."""
     if not reader.host_tier:
-        return "it has no folder that it shares"
+        return "it shares no folder"
     if not (owner.host_tier and owner.host_blocks):
         return "the other one shares no host tier"
     if reader.host_tier.partition("/")[0] != owner.host_tier.partition("/")[0]:
@@ -47,7 +47,7 @@ def can_read(reader: Limits, owner: Limits) -> bool:
 
 
 def can_go_on(reader: Limits, keeper: Limits) -> bool:
-    """Return whether `reader` may map the KV that another worker has kept, and its numbers are the same."""
+    """Return whether `reader` may map the KV that `keeper`, another worker, has kept, and computes the same bits."""
     return can_read(reader, keeper) and reader.numerics == keeper.numerics
 
 
@@ -57,7 +57,7 @@ class Peers(Generic[R]):
     def __init__(self) -> None:
         self.readable: dict[int, R] = {}
         self._announced: dict[int, R] = {}  # all peers that were announced to the worker, or will be in the next step
-        self._refused: dict[int, R] = {}  # peers with a host tier that the worker could not map, or another Run has
+        self._refused: dict[int, R] = {}  # peers that the worker could not map, or that have begun another Run
         self.news: News[R] = {}  # for the next step; None means that the peer is lost
 
     def joined(self, other: R) -> None:
@@ -80,18 +80,18 @@ class Peers(Generic[R]):
     def acknowledged(self, announced: News[R], numbers: Int32) -> bool:
         """Note which of the peers that a step announced the worker has mapped.
 
-        announced: the news of that step. numbers: [n] peers that were mapped. Return whether this settles for any peer
-        whether it can be read; a peer that was lost or replaced meanwhile is ignored.
+        announced: the news of that step. numbers: [n] peers that were mapped. A peer that was lost or replaced
+        meanwhile is ignored. Return whether any other peer became readable or refused.
         """
-        mapped, learned = set(numbers.tolist()), False
+        mapped, is_answered = set(numbers.tolist()), False
         for number, other in announced.items():
             if other is not None and self._announced.get(number) is other:
                 (self.readable if number in mapped else self._refused)[number] = other
-                learned = True
-        return learned
+                is_answered = True
+        return is_answered
 
     def taken_over(self, number: int) -> R | None:
-        """Read no more from a peer: another scheduler has begun a Run at its worker. Return it if it was readable."""
+        """Stop reading from a peer: another scheduler has begun a Run at its worker. Return it if it was readable."""
         other = self.readable.pop(number, None)
         if other is not None:
             self._refused[number] = other
@@ -114,8 +114,8 @@ class Peers(Generic[R]):
 
         Its copies may still be under way.
         """
-        found = self.readable.get(sequence.saved.replica) if sequence.saved is not None else None
-        return None if found is None or found.is_keeping else found
+        peer = self.readable.get(sequence.saved.replica) if sequence.saved is not None else None
+        return None if peer is None or peer.is_keeping else peer
 
 
 def to_wire(news: News[R]) -> list[Peer]:

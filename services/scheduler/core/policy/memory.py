@@ -451,9 +451,9 @@ class Lengths:
         """
         if not self._column.size:
             return np.minimum(produced + 1, limit)
-        own = np.minimum(quarter_octaves(limit), GROUPS - 1)
-        begin = np.searchsorted(self._column, own * WIDE)
-        group = np.where(self._end[own] > begin, own, self.POOLED)
+        column = np.minimum(quarter_octaves(limit), GROUPS - 1)
+        begin = np.searchsorted(self._column, column * WIDE)
+        group = np.where(self._end[column] > begin, column, self.POOLED)
         first = np.searchsorted(self._column, group * WIDE + produced, side="right")
         left = self._end[group] - first
         at = np.minimum(first + (dice * left).astype(np.int64), self._column.size - 1)

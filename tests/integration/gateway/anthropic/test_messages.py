@@ -1,4 +1,4 @@
-"""`/v1/messages` over HTTP: whole, streamed, continued at another gateway, counted, and every error in its shape."""
+"""`/v1/messages` over HTTP: whole, streamed, counted, and every error in its shape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, OTHER
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
+from tests.support.gateway_process import GatewayProcess, led_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler, answering
 from tests.support.waiting import until
@@ -106,28 +106,6 @@ def test_usage_parts_the_cached_tokens_of_the_prompt(led: tuple[GatewayProcess, 
     again = sse.parse(gateway.get(f"{path}/stream").content)
     assert again[0].json["message"]["usage"] == start["message"]["usage"]
     assert scheduler.client.ttl(gateway.keys.req(claimed.id)) > 0
-
-
-def test_stream_continues_at_another_gateway(
-    claude: GatewayProcess, tmp_path: Path, model: Path, redis_server: RedisServer
-) -> None:
-    first = post(claude, stream=True)
-    assert first.headers["content-type"].startswith("text/event-stream")
-    events = sse.parse(first.content)
-    assert bare(sse.message_blocks(events)) == CONTENT
-    kinds = [event.kind for event in events]
-    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
-    stamped = [at for at, event in enumerate(events) if event.id != (events[at - 1].id if at else "")]
-    request_id = events[0].json["message"]["id"]
-    with running_gateway(tmp_path, model, redis_server, served_model_name="claude", api_key=KEY) as other:
-        for at in stamped:
-            rest = other.get(f"/v1/requests/{request_id}/stream", headers={"last-event-id": events[at].id})
-            joined = [*events[: at + 1], *sse.parse(rest.content)]
-            assert bare(sse.message_blocks(joined)) == CONTENT
-            assert joined[-1].json == {"type": "message_stop"}
-            assert [event.json["delta"] for event in joined if event.kind == "message_delta"] == [
-                {"stop_reason": "tool_use", "stop_sequence": None}
-            ]
 
 
 def test_failure_of_a_worker_is_an_error_event(led: tuple[GatewayProcess, ScriptedScheduler]) -> None:

@@ -74,30 +74,6 @@ def rows(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
     return [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
 
 
-def test_every_line_is_answered_once(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
-    names = [f"line-{n}" for n in range(20)]
-    lines = [line(name, gateway.name, max_tokens=9) for name in names]
-    lines.insert(7, line("wrong", "another-model"))
-    batch = begin(client, lines, metadata={"a": "b"})
-    assert (batch.status, batch.metadata, batch.request_counts and batch.request_counts.total) == (
-        "validating", {"a": "b"}, 0,
-    )  # fmt: skip
-    batch = ended(client, batch)
-    assert batch.status == "completed", batch
-    assert batch.request_counts is not None
-    assert batch.request_counts.model_dump() == {"total": 21, "completed": 20, "failed": 1}
-    answered = rows(client, batch.output_file_id)
-    usages = [row["response"]["body"]["usage"] for row in answered]
-    assert batch.usage is not None and batch.usage.total_tokens == sum(usage["total_tokens"] for usage in usages) > 0
-    assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in usages)
-    assert [row["custom_id"] for row in answered] == names
-    assert all(TEXT.startswith(row["response"]["body"]["choices"][0]["message"]["content"]) for row in answered)
-    assert {row["response"]["status_code"] for row in answered} == {200}
-    [failed] = rows(client, batch.error_file_id)
-    assert (failed["custom_id"], failed["response"]["status_code"]) == ("wrong", 404)
-    assert failed["response"]["body"]["error"]["code"] == "model_not_found"
-
-
 def test_cancel_ends_what_runs_and_keeps_what_was_answered(
     client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, redis_server: RedisServer
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,18 +34,6 @@ def dead_keys(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> set[str]
 
 def until_idle(gateway: GatewayProcess) -> None:
     until("no request is active", lambda: gateway.metric("orcinus_gateway_active_requests") == 0)
-
-
-def test_tokens_arrive_in_order_with_their_ids(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    text = "The quick brown fox 🐋 jumps"
-    tokens = token_ids(text)
-    stream, claimed = streamed(gateway, scheduler, temperature=0)
-    assert claimed.prompts == [token_ids("The")]
-    scheduler.serve(claimed, tokens)
-    stream.join()
-    assert (stream.tokens(), stream.text(), stream.reason, stream.done) == (tokens, text, "length", True)
-    assert stream.ids[-2:] == [f"{claimed.id}:{len(tokens)}", f"{claimed.id}:{len(tokens) + 1}"]
-    assert all("\ufffd" not in choice["text"] for choice in stream.choices())
 
 
 def test_tokens_and_logprobs_come_once_through_gaps_and_duplicates(
@@ -260,19 +247,3 @@ def test_logprobs_that_no_worker_made_end_the_request(
     scheduler.publish(Line(claimed.id, 0, [50], finish=LENGTH, logprobs=[record] * count))
     scheduler.end(claimed, [[50]], [LENGTH])
     assert (stream.join().error or {}).get("code") == "record_lost"
-
-
-def test_request_that_ends_while_the_gateway_sleeps_is_delivered(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler
-) -> None:
-    stream, claimed = streamed(gateway, scheduler)
-    assert gateway.process is not None
-    gateway.process.send_signal(signal.SIGSTOP)
-    try:
-        scheduler.publish(Line(claimed.id, 0, [50, 51]))
-        scheduler.client.delete(gateway.keys.tokens(claimed.request.gateway))
-        scheduler.publish(Line(claimed.id, 2, [52], finish=LENGTH))
-        scheduler.end(claimed, [[50, 51, 52]], [LENGTH])
-    finally:
-        gateway.process.send_signal(signal.SIGCONT)
-    assert stream.join().tokens() == [50, 51, 52]

@@ -31,9 +31,9 @@ from services.gateway.openai.bodies import CompletionBody, DetokenizeBody, parse
 from services.gateway.openai.completions import completion_spec, encode_text
 from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
-from shared.columns import pack
 from shared.settings import GatewaySettings
 from shared.text.logprobs import check_records, pack_record, record_bytes
+from shared.wire.columns import pack
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.stack import RedisServer
 from tests.support.waiting import free_port

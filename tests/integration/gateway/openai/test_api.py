@@ -12,7 +12,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from shared.columns import unpack
+from shared.wire.columns import unpack
 from tests.integration.conftest import KEY, OTHER, TEXT
 from tests.support.checkpoints.tokenizers import CONTEXT, token_ids
 from tests.support.docs.bad_requests import CHAT

@@ -30,11 +30,11 @@ from services.gateway.request import (
 )
 from services.gateway.text.reasoning import MARKERS
 from services.gateway.text.tokenizer import ModelText
-from shared.columns import pack
 from shared.errors import ModelError
 from shared.settings import DEMO_MODEL
 from shared.text.grammars import Grammars, NoGrammarsError
 from shared.text.tokenizer import FAR_END, TokenizerError
+from shared.wire.columns import pack
 from tests.support.checkpoints.tokenizers import CHAT_TEMPLATE, CONTEXT, byte_fallback, byte_level, write_model
 from tests.support.generations import model, spec, stored
 from tests.support.waiting import until

@@ -220,20 +220,6 @@ def test_calls_of_kimi_keep_the_ids_that_the_model_wrote() -> None:
     assert (ids[0], ids[2]) == ("functions.add:4", "functions.add:5") and ids[1].startswith("call_")
 
 
-@pytest.mark.parametrize("value", ['print("</parameter>")', "say </tool_call> x", "a</arg_value>b</tool_call>"])
-@pytest.mark.parametrize("kind", ["qwen3-coder", "glm-4.5"])
-def test_a_value_may_contain_the_marks_of_its_end(kind: str, value: str) -> None:
-    if kind == "qwen3-coder":
-        inner = f"<function=get_weather>\n<parameter=city>\n{value}\n</parameter>\n</function>"
-    else:
-        inner = f"get_weather\n<arg_key>city</arg_key>\n<arg_value>{value}</arg_value>"
-    text = f"<tool_call>\n{inner}\n</tool_call>"
-    wanted = ("", [("get_weather", json.dumps({"city": value}))])
-    for cut in range(len(text)):
-        assert read([text[:cut], text[cut:]], kind) == wanted
-    assert read(list(text), kind) == wanted
-
-
 BLANKS = "\n" * 150_000
 HOSTILE = {
     "kimi: blanks between members": ("kimi-k2", f'{K_OPEN}functions.add:0{K_ARGS}{{"a": 1,{BLANKS}"b": 2}}{K_CLOSE}'),

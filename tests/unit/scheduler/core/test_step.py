@@ -11,7 +11,7 @@ from services.scheduler.core.speculation import Drafts
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import Limits, Rows, StepPlan, StepResult
 from services.scheduler.workers.wire import result_from_wire
-from shared.columns import pack
+from shared.wire.columns import pack
 from tests.unit.scheduler.core.twin import House, house, request
 
 ROW: Rows = np.array([0])

@@ -16,7 +16,7 @@ from protos import queue_pb2, worker_pb2
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import DECODE, PREFILL, Finish, Limits
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
-from shared.columns import pack, unpack
+from shared.wire.columns import pack, unpack
 from tests.unit.scheduler.core.twin import House, answer, request
 
 BOTH = Limits(slots=8, blocks=40, block_size=4, max_model_len=80, max_step_tokens=64, host_blocks=60, kv_format="f")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from protos import queue_pb2
-from shared.columns import Int32, unpack, unpack_list
+from shared.wire.columns import Int32, unpack, unpack_list
 
 LAST_FINISH = 5
 MOST_VOCABULARY = 1 << 24

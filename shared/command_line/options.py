@@ -76,16 +76,16 @@ Shown = dict[str, tuple[Any, str]]
 
 def effective(settings: BaseSettings, values: Values, env: Mapping[str, str] = MappingProxyType({})) -> Shown:
     """Return all settings of a service. env: variables that its process gets beyond those of this one."""
-    found: Shown = {}
+    rows: Shown = {}
     for name, field in type(settings).model_fields.items():
         value, given = shown(getattr(settings, name)), env.get(env_name(name))
         if given and is_secret(field):
             given = HIDDEN
         if given is not None and name not in values and shown(given) != str(value):
-            found[name] = shown(given), "derived"
+            rows[name] = shown(given), "derived"
         else:
-            found[name] = value, source(settings, name, values)
-    return found
+            rows[name] = value, source(settings, name, values)
+    return rows
 
 
 def shown(value: Any) -> Any:

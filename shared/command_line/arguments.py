@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KINDS = {"int": "N", "float": "X", "str": "TEXT", "Path": "PATH", "SecretStr": "SECRET"}
 """Types of values -> words of the help."""
 

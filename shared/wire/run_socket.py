@@ -66,7 +66,7 @@ class Frames:
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
         """Return kind and payload of each frame that is complete. Raises ProtocolError for what is no frame."""
         self._rest += data
-        found, at = [], 0
+        messages, at = [], 0
         while len(self._rest) - at >= HEADER.size:
             size, kind = HEADER.unpack_from(self._rest, at)
             if size > FRAME_BYTES or kind not in (MESSAGE, END):
@@ -75,7 +75,7 @@ class Frames:
             if len(self._rest) < begin + size:
                 break
             at = begin + size
-            found.append((kind, bytes(self._rest[begin:at])))
+            messages.append((kind, bytes(self._rest[begin:at])))
         if at:
             del self._rest[:at]
-        return found
+        return messages
