@@ -4,8 +4,9 @@
 -- acquire returns the new epoch or 0; renew and release return 1 or 0. The text is the epoch and, behind a colon, the token:
 -- the token leaves one holder where Redis lost its last writes, its clock was set back, and an epoch came twice.
 if ARGV[1] == 'acquire' then
-  -- A key without an expiry is foreign, and would hold the shard for ever. Redis before 7.0 knows no NX, and leaves it.
-  redis.pcall('PEXPIRE', KEYS[1], ARGV[2], 'NX')
+  -- A lease ends within its time from now. One that would stand longer is foreign, or Redis's clock was set back while its
+  -- holder died. Redis before 7.0 knows no LT, and leaves it.
+  redis.pcall('PEXPIRE', KEYS[1], ARGV[2], 'LT')
   if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
   local epoch = next_epoch(KEYS[2], tonumber(ARGV[3]))
   local text = (ARGV[5] or '') == '' and epoch or epoch .. ':' .. ARGV[5]

@@ -1,13 +1,15 @@
 """Redis loses what it had acknowledged, under load: an answer may end as an error then, and is never a wrong text.
 
-Ways: the append-only file is cut at any byte, an older copy of it is restored, a replica that lacks the tail takes
-over, or everything is deleted. The stack must serve again afterwards, and its counters must be those of what is there.
+Ways: the append-only file loses its last seconds or is cut at any byte, an older copy of it is restored, a replica that
+lacks the tail takes over, or everything is deleted, also with the clock set back. The stack must serve again
+afterwards, and its counters must be those of what is there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import re
 import shutil
 import signal
 from collections.abc import Awaitable, Callable
@@ -35,6 +37,10 @@ RECOVERY_S = 60.0
 BEFORE, AFTER = 8, 16
 """Requests that have ended before Redis loses something, and after each loss."""
 TAIL_BYTES = 100_000
+TAIL_S = 2
+BACK_S = 3600
+SECOND = re.compile(rb"#TS:([0-9]+)\r\n")
+"""What Redis writes into the file when a second begins, with `aof-timestamp-enabled`."""
 
 Lose = Callable[[ChaosStack, random.Random], Awaitable[None]]
 
@@ -64,6 +70,26 @@ async def cut_at_a_byte(stack: ChaosStack, rng: random.Random) -> None:
         size = log.stat().st_size
         with log.open("r+b") as file:
             file.truncate(size - rng.randrange(1, size // 3))
+
+    await end_redis(stack, cut)
+
+
+async def cut_the_last_seconds(stack: ChaosStack, _: random.Random) -> None:
+    await stack.redis.config_set("aof-timestamp-enabled", "yes")
+
+    def tail() -> int:
+        """Return where the last seconds begin; 0 while there are not as many."""
+        seconds = [(int(found[1]), found.start()) for found in SECOND.finditer(logs(stack)[-1].read_bytes())]
+        return next((at for second, at in seconds[1:] if second > seconds[-1][0] - TAIL_S), 0)
+
+    async def long_enough() -> bool:
+        return tail() > 0
+
+    await until("Redis writes for some seconds", long_enough, RECOVERY_S, every=0.5)
+
+    def cut() -> None:
+        with logs(stack)[-1].open("r+b") as file:
+            file.truncate(tail())
 
     await end_redis(stack, cut)
 
@@ -101,8 +127,17 @@ async def delete_everything(stack: ChaosStack, _: random.Random) -> None:
     await stack.redis.flushall()
 
 
-WAYS: list[Lose] = [cut_at_a_byte, restore_an_older_copy, delete_everything, promote_a_replica_without_the_tail]
-"""In this order: nothing follows the replica."""
+async def delete_everything_and_set_the_clock_back(stack: ChaosStack, _: random.Random) -> None:
+    await stack.step_redis_clock(-BACK_S)
+    await stack.redis.flushall()
+
+
+WAYS: list[list[Lose]] = [
+    [cut_the_last_seconds, cut_at_a_byte],
+    [restore_an_older_copy, promote_a_replica_without_the_tail],  # the last: nothing follows the replica
+    [delete_everything, delete_everything_and_set_the_clock_back],
+]
+"""Those of one stack, in turn."""
 
 
 class Run:
@@ -151,12 +186,13 @@ class Run:
         ]
 
 
-@pytest.mark.timeout(600)
-def test_data_lost_by_redis_is_an_error_never_other_text(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ways", WAYS, ids=["file is cut", "older data", "everything"])
+def test_data_lost_by_redis_is_an_error_never_other_text(tmp_path: Path, ways: list[Lose]) -> None:
     async def whole() -> tuple[Run, Rest, list[Violation]]:
         async with ChaosStack(tmp_path / "stack", DEMO_MODEL, **SETTINGS, max_seqs=16, kv_blocks=400) as stack:
             run = Run(stack)
-            await run.under_load(WAYS, SEED)
+            await run.under_load(ways, SEED)
             rest = await settled(stack, SETTLE_S)
             steps = (await epochs(stack))["steps of the worker"]
             exits = {name: process.exits for name, process in stack.processes.items() if name != REDIS}

@@ -38,6 +38,10 @@ STOPPED_S, STOPPED_GATEWAY_S, SPOILT_S = (0.5, 6.0), (0.5, 9.0), (0.5, 4.0)
 """A gateway's heartbeat may run out meanwhile, so that its requests are parked."""
 LITTLE_MEMORY = "1mb"
 """Less than an empty Redis takes: every write is refused."""
+FORWARD_S, BACK_S = (40, 90), (600, 3600)
+"""Forward: every lease and heartbeat ends, and all tokens of the stream are trimmed, but no record of the last minutes
+goes. Back: what expires in seconds lasts for the rest of the run.
+"""
 SHORT_HANG_S = (1.0, 5.0)
 """Around the scheduler's patience; a hang for ever ends with the worker's own."""
 
@@ -188,6 +192,20 @@ async def _fill_redis(stack: ChaosStack, fault: Injected, rng: random.Random) ->
     await _led(stack)
 
 
+async def _set_clock_forward(stack: ChaosStack, fault: Injected, rng: random.Random) -> None:
+    await stack.step_redis_clock(rng.randrange(*FORWARD_S))
+    fault.ready_s = time.monotonic()
+    await _led(stack)
+
+
+async def _set_clock_back(stack: ChaosStack, fault: Injected, rng: random.Random) -> None:
+    for name in fault.target.split("+")[1:]:
+        stack.processes[name].signal(signal.SIGKILL)
+    await stack.step_redis_clock(-rng.randrange(*BACK_S))
+    fault.ready_s = time.monotonic()
+    await _led(stack)
+
+
 # Inside a step
 
 
@@ -292,6 +310,9 @@ KINDS: dict[str, Kind] = {
     "redis_kill": Kind(_redis, _end_redis(signal.SIGKILL)),
     "redis_stop": Kind(_redis, _stop(STOPPED_S)),
     "redis_full": Kind(_redis, _fill_redis),
+    "redis_clock_forward": Kind(_redis, _set_clock_forward),
+    "redis_clock_back": Kind(_redis, _set_clock_back),
+    "redis_clock_back_scheduler_kill": Kind(lambda stack, _: (REDIS, stack.leader()), _set_clock_back),
     **{f"redis_{way}": Kind(_way_to_redis, _spoil(way)) for way in NETWORK},
     **{f"steps_{way}": Kind(lambda _, __: ("network steps",), _spoil(way)) for way in NETWORK},
 }

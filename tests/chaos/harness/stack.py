@@ -33,6 +33,7 @@ from shared.processes.supervisor import WRAPPER
 from shared.settings import ROOT, CommonSettings, LauncherSettings
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.proxy import Proxy
+from tests.chaos.harness.redis_clock import RedisClock
 from tests.support.launcher import settings_env
 from tests.support.waiting import free_port
 
@@ -223,7 +224,7 @@ class ChaosStack(Stack):
         **settings: Any,
     ) -> None:
         """programs: by role, what to run in place of the service, behind `python -m`. settings: ORCINUS_*
-        of every service, in lower case. Raises ConfigurationError when there is no Redis."""
+        of every service, in lower case. Raises ConfigurationError without a Redis or a compiler."""
         binary = find_binary()
         if binary is None:
             raise ConfigurationError(missing_binary_message())
@@ -232,6 +233,7 @@ class ChaosStack(Stack):
         self.name, self.shard = model_tag(model.resolve().name), SHARD
         self.gateways, self.schedulers, self.worker = GATEWAYS, SCHEDULERS, WORKER
         self.keys = Keys(self.name)
+        self.redis_clock = RedisClock(directory)
         self._redis_port, worker_port = free_port(), free_port()
         self.redis_url = f"redis://127.0.0.1:{self._redis_port}/0"
         self.redis = Redis(port=self._redis_port, socket_timeout=5, socket_connect_timeout=2)
@@ -257,7 +259,8 @@ class ChaosStack(Stack):
             "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory", MAXMEMORY,
             "--maxmemory-policy", "noeviction",
         ]  # fmt: skip
-        return Supervised(REDIS, argv, dict(os.environ), self.directory / f"{name}.log")
+        environment = {**os.environ, **self.redis_clock.environment}
+        return Supervised(REDIS, argv, environment, self.directory / f"{name}.log")
 
     def _service(self, name: str, model: Path, own: dict[str, Any]) -> Supervised:
         values = {
@@ -336,6 +339,17 @@ class ChaosStack(Stack):
             return False
 
         await until("Redis takes a setting", taken, START_S)
+
+    async def step_redis_clock(self, seconds: int) -> None:
+        """Set the clock of Redis forward or back, for good. Raise NotReadyError unless Redis tells the other time."""
+        self.redis_clock.step(seconds)
+
+        async def stepped() -> bool:
+            with contextlib.suppress(RedisError, OSError):
+                return abs((await self.redis.time())[0] - time.time() - self.redis_clock.offset_s) < 2
+            return False
+
+        await until("Redis tells the other time", stepped, START_S)
 
     async def follow(self) -> None:
         """Start a replica of Redis and wait until it has everything. Raise NotReadyError."""

@@ -113,8 +113,12 @@ async def contents(client: Redis) -> dict[bytes, bytes]:
     return {key: await client.dump(key) or b"" async for key in client.scan_iter()}
 
 
-@pytest.mark.parametrize("command", [["SET", "foreign"], ["HSET", "a", "field"]], ids=["string", "hash"])
-async def test_key_without_expiry_holds_a_shard_for_one_lease(
+@pytest.mark.parametrize(
+    "command",
+    [["SET", "foreign"], ["HSET", "a", "field"], ["SET", "7", "PX", "3600000"]],
+    ids=["string", "hash", "clock was set back"],
+)
+async def test_key_that_would_stay_holds_a_shard_for_one_lease(
     client: Redis, scripts: Scripts, command: list[str]
 ) -> None:
     name, *words = command
