@@ -19,6 +19,7 @@ import httpx
 import redis
 
 from shared.keys import ALL_MODELS
+from tests.support.broken_records import Borders
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.token_stack import PROMPT, TOKENS, TokenStack
 from tests.support.stand_ins.token_worker import answer
@@ -75,14 +76,14 @@ class Attacker:
     def __init__(self, client: redis.Redis, prefix: str, seed: int) -> None:
         self._client: Any = client
         self._prefix = prefix
-        self._rng = random.Random(seed)
+        self.rng = random.Random(seed)
         self._change = mutate
         self._turns: list[str] = []
         self.kinds: dict[str, int] = {}
 
     def attack(self) -> str:
         """Mutate a record, or put one of another type in its place. Return the name of its kind in the pages."""
-        client, rng = self._client, self._rng
+        client, rng = self._client, self.rng
         if not self._turns:
             self._turns = documented()
             rng.shuffle(self._turns)
@@ -119,35 +120,35 @@ class Attacker:
         there = [key for key in self._client.keys("orcinus:*") if re.fullmatch(pattern, key.decode("utf-8", "replace"))]
         there = [key for key in there if self._client.ttl(key) > 3600] or there  # of requests that have not ended
         if there:
-            return bytes(self._rng.choice(sorted(there)))
+            return bytes(self.rng.choice(sorted(there)))
         filled = "".join(PLACES.get(part, "x") if at % 2 else part for at, part in enumerate(parts))
         return (prefix + filled).encode()
 
     def _string(self, key: bytes) -> None:
-        self._client.set(key, self._change(self._client.get(key) or b"", self._rng), keepttl=True)
+        self._client.set(key, self._change(self._client.get(key) or b"", self.rng), keepttl=True)
 
     def _hash(self, key: bytes) -> None:
         fields = self._client.hgetall(key)
-        field = self._rng.choice(sorted(fields))
-        name = field if self._rng.random() < 0.9 else mutate(field, self._rng)
-        self._client.hset(key, name, mutate(fields[field], self._rng))
+        field = self.rng.choice(sorted(fields))
+        name = field if self.rng.random() < 0.9 else mutate(field, self.rng)
+        self._client.hset(key, name, mutate(fields[field], self.rng))
 
     def _stream(self, key: bytes) -> None:
         rows = self._client.xrevrange(key, count=3)
         if not rows:
             return
-        fields = dict(self._rng.choice(rows)[1])
-        field = self._rng.choice(sorted(fields))
-        fields[field] = mutate(fields[field], self._rng)
-        if self._rng.random() < 0.1:
+        fields = dict(self.rng.choice(rows)[1])
+        field = self.rng.choice(sorted(fields))
+        fields[field] = mutate(fields[field], self.rng)
+        if self.rng.random() < 0.1:
             fields = {b"other": b"x"}
         self._client.xadd(key, fields)
 
     def _set(self, key: bytes) -> None:
-        self._client.sadd(key, mutate(self._client.srandmember(key) or b"", self._rng))
+        self._client.sadd(key, mutate(self._client.srandmember(key) or b"", self.rng))
 
     def _zset(self, key: bytes) -> None:
-        self._client.zadd(key, {mutate(self._client.zrange(key, 0, 0)[0], self._rng): self._rng.choice([0, -1, 1e300])})
+        self._client.zadd(key, {mutate(self._client.zrange(key, 0, 0)[0], self.rng): self.rng.choice([0, -1, 1e300])})
 
 
 class Client(threading.Thread):
@@ -192,11 +193,12 @@ def records(stack: TokenStack) -> str:
 
 
 def run(stack: TokenStack, seconds: float, seed: int, a_round: int = 60) -> tuple[dict[str, int], dict[int, int]]:
-    """Attack in rounds: mutate beside load, kill the scheduler, then all has to be right again.
+    """Attack in rounds: mutate beside load, kill the scheduler, then all has to be right again, and broken records are
+    refused at each border.
 
     Return the attacks by documented key, and the answers by status.
     """
-    attacker = Attacker(stack.redis.client, stack.keys.prefix, seed)
+    attacker, borders = Attacker(stack.redis.client, stack.keys.prefix, seed), Borders(stack)
     end, rounds = time.monotonic() + seconds, 0
     answers: dict[int, int] = {}
     while time.monotonic() < end:
@@ -222,6 +224,7 @@ def run(stack: TokenStack, seconds: float, seed: int, a_round: int = 60) -> tupl
         assert not (wrong := [text for client in clients for text in client.wrong]), wrong[0]
         attacker.repair()  # what those counted that had begun before
         stack.wait_answer()  # and the tokens are right
+        borders.check_each(attacker.rng)
         for client in clients:
             for status, count in client.ended.items():
                 answers[status] = answers.get(status, 0) + count

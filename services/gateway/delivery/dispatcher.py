@@ -823,7 +823,7 @@ class Dispatcher:
             return
         try:
             self._check_outputs(stream, rows)
-            ended = self.decoded(stream.request_id, record, lambda found: ends(found, stream.choices))
+            ended = self.decoded(stream.request_id, record, lambda found: ends(found, stream.choices, rows))
             self.decoded(stream.request_id, record, lambda found: (lacks_tokens(stream, found),))
             self.decoded(stream.request_id, record, lambda found: take_cached(stream, found))
         except ApiError as error:

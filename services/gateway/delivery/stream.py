@@ -333,8 +333,15 @@ def check_logprobs(rows: Iterable[tuple[RequestStream, Row]], vocab_size: int) -
         check_records(b"".join(records), wanted, vocab_size)
 
 
-def ends(record: dict[bytes, bytes], choices: int) -> list[Row]:
-    """Return the ends of the finished choices; the dispatcher has read all their tokens."""
+def ends(record: dict[bytes, bytes], choices: int, rows: list[tuple[int, Row]]) -> list[Row]:
+    """Return the ends of the finished choices; the dispatcher has read all their tokens. rows: those of `out`.
+
+    Raise ValueError for a record that no scheduler wrote, and where `out` has more tokens than it says.
+    """
+    lengths = _lengths(record, choices)
+    for first, row in rows:
+        if (end := first + len(row.tokens)) > (length := lengths.get(row.choice, end)):
+            raise ValueError(f"lengths: {length} tokens of choice {row.choice}; `out` has {end}")
     error = record.get(b"error", b"").decode("utf-8", "replace")
     return [Row(choice, [], finish, error) for choice, finish in finishes(record, choices)]
 
@@ -350,13 +357,19 @@ def take_cached(stream: RequestStream, record: dict[bytes, bytes]) -> RequestStr
     return stream
 
 
+def _lengths(record: dict[bytes, bytes], choices: int) -> dict[int, int]:
+    """Return the tokens of each choice that ended well, by the record; none before the request has finished."""
+    if record.get(b"state") != b"finished":
+        return {}
+    lengths = [integer(part) for part in record.get(b"lengths", b"").split(b",") if part]
+    ended = zip(finishes(record, choices), lengths, strict=False)
+    return {choice: length for (choice, finish), length in ended if finish in REASONS}
+
+
 def lacks_tokens(stream: RequestStream, record: dict[bytes, bytes]) -> bool:
     """Return whether a finished request had more tokens than a stream with all of `out` has: `out` is not whole."""
-    lengths = [integer(part) for part in record.get(b"lengths", b"").split(b",") if part]
-    return record.get(b"state") == b"finished" and any(
-        finish in REASONS and not stream.finished[choice] and stream.received[choice] < length
-        for (choice, finish), length in zip(finishes(record, stream.choices), lengths, strict=False)
-    )
+    lengths = _lengths(record, stream.choices)
+    return any(not stream.finished[choice] and stream.received[choice] < length for choice, length in lengths.items())
 
 
 def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> RequestStream:
@@ -366,7 +379,7 @@ def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int
         stream.offer(row, first)
     if lacks_tokens(stream, record):
         stream.fail(broken_record())
-    for row in ends(record, stream.choices):
+    for row in ends(record, stream.choices, rows):
         stream.offer(row, stream.received[row.choice])
     return stream
 

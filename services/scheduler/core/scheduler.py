@@ -291,13 +291,18 @@ class Scheduler:
         return out.build()
 
     def stop(self, request_id: str, choice: int, at_token: int, now_ns: int) -> Outcome:
-        """End a sequence as STOP with its first `at_token` outputs: the gateway found a stop string."""
+        """End a sequence as STOP with its first `at_token` outputs: the gateway found a stop string.
+
+        A sequence without as many, as where Redis lost tokens that the gateway has read, goes on: publish.lua applies
+        the stop at its end.
+        """
         out = self.collector()
         record = self.records.get(request_id)
         if record is None or not 0 <= choice < len(record.sequences):
             return out.build()
         sequence = record.sequences[choice]
-        if sequence.state is not State.ENDED:
+        held = self.outputs(request_id, choice)
+        if sequence.state is not State.ENDED and held is not None and at_token <= held.size:
             self.withdraw(sequence)
             sequence.outputs = sequence.outputs[: max(at_token, 0)]
             sequence.checkpointed = min(sequence.checkpointed, sequence.outputs.size)

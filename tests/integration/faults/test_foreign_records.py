@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 from redis.exceptions import ResponseError
 
+from tests.support.broken_records import BORDERS, Borders
 from tests.support.foreign_records import documented, run
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.token_stack import TokenStack
@@ -52,6 +53,11 @@ def test_undecodable_records_are_set_aside_at_restart(stack: TokenStack) -> None
     until("all are in `dead`", lambda: wanted <= _sources(stack))
     assert all(len(fields[b"content"]) <= 256 for _, fields in client.xrange(keys.dead))
     assert stack.gateway.metric("orcinus_gateway_unreadable_records_total") > 0
+
+
+@pytest.mark.parametrize("border", BORDERS)
+def test_record_that_no_service_writes_is_refused(stack: TokenStack, border: str) -> None:
+    Borders(stack).check(border, BORDERS[border])
 
 
 def test_services_go_on_among_mutated_records(stack: TokenStack) -> None:

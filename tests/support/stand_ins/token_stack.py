@@ -82,14 +82,17 @@ class TokenStack:
         assert self.gateway.process is not None
         assert self.gateway.process.poll() is None, f"the gateway ended:\n{self.gateway.log()[-4000:]}"
 
-    def ask(self, seconds: float = 30.0, prompt: list[int] = PROMPT, tokens: int = TOKENS) -> httpx.Response:
-        """Send a request and return its answer."""
+    def ask(
+        self, seconds: float = 30.0, prompt: list[int] = PROMPT, tokens: int = TOKENS, key: str = ""
+    ) -> httpx.Response:
+        """Send a request and return its answer. key: of idempotence; sent again, the answer is read from its record."""
         body = {
             "model": self.gateway.name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True,
         }  # fmt: skip
         url = self.gateway.url + "/v1/completions"
-        return httpx.post(url, json=body, headers=self.gateway.headers(), timeout=seconds, verify=PLAIN)
+        headers = self.gateway.headers() | ({"Idempotency-Key": key} if key else {})
+        return httpx.post(url, json=body, headers=headers, timeout=seconds, verify=PLAIN)
 
     def answers(self, prompt: list[int] = PROMPT) -> bool:
         """Return whether a request is answered now. Raises AssertionError for a wrong answer, and a dead service."""

@@ -47,6 +47,7 @@ class TokenWorker(worker_pb2_grpc.WorkerServicer):
         }  # fmt: skip
         self.spoil: Callable[[worker_pb2.Result], None] = lambda _: None
         self.runs = 0
+        self._left: int | None = None  # results until it holds the next one back; None: it does not
         self.address = ""
         self._loop = asyncio.new_event_loop()
         self._up = threading.Event()
@@ -62,6 +63,10 @@ class TokenWorker(worker_pb2_grpc.WorkerServicer):
         if self._done is not None:
             self._loop.call_soon_threadsafe(self._done.set)
         self._thread.join(60)
+
+    def hold_after(self, results: int | None) -> None:
+        """Hold results back behind so many more; None lets them go."""
+        self._left = results
 
     def register(self) -> None:
         """Write the record as a worker does every second."""
@@ -122,4 +127,8 @@ class TokenWorker(worker_pb2_grpc.WorkerServicer):
             result.swap_out_acks, result.swap_in_acks = step.swap_out_gpu, step.swap_in_host
             result.timings.total_ns = 1_000_000
             self.spoil(result)
+            while self._left == 0:
+                await asyncio.sleep(0.005)
+            if self._left is not None:
+                self._left -= 1
             yield result

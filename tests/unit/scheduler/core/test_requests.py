@@ -57,6 +57,18 @@ def test_stop_for_what_has_ended_or_never_was_tells_nothing() -> None:
     assert not h.core.stop("unknown", 0, 1, h.now).requests
 
 
+def test_sequence_goes_on_at_a_stop_behind_its_tokens() -> None:
+    """As where Redis lost tokens that a gateway has read: an end there would leave less text than its client has."""
+    h = house()
+    h.add(request("a", 5, 8, seed=1))
+    h.steps(4)
+    held = h.core.outputs("a", 0)
+    assert held is not None and 0 < held.size < 8
+    assert not h.core.stop("a", 0, held.size + 1, h.now).requests
+    h.finish()
+    assert h.ended["a"] == [Finish.LENGTH]
+
+
 @pytest.mark.parametrize("slots", [1, 8])
 def test_a_passed_deadline_ends_the_running_and_the_waiting(slots: int) -> None:
     h = house(limits=Limits(slots, 64, 4, 64, 128))
