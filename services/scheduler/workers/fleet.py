@@ -239,6 +239,7 @@ class Fleet:
                 limits = await link.open(self._context.core.needed_tiers)
                 self._check_same(worker, link)
                 replica = self._join(limits)
+                self._workers.least_epoch = 0  # the counter in Redis is this epoch now, and says the next
             except ContractError as error:
                 self._refuse(worker, error)
                 self._ended(worker, 0)
