@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.core.kv.prefix_cache import MOST_ASIDE, PrefixCache, PrefixMatch
+from services.scheduler.core.kv.prefix_index import Key
 from services.scheduler.core.outcome import OutcomeBuilder
 from services.scheduler.core.placement.constraints import can_load
 from services.scheduler.core.placement.router import Router
@@ -320,7 +321,7 @@ class Admission:
         """
         hits = prefix_cache.match(taken)
         candidates: list[Candidate] = []
-        starting: set[int] = set()  # keys of the blocks that sequences entering now compute first
+        starting: set[Key] = set()  # keys of the blocks that sequences entering now compute first
         for sequence, hit in zip(taken, hits, strict=True):
             if sequence.swapped:
                 candidates.append(Candidate(sequence, NO_HIT))

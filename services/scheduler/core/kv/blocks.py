@@ -105,18 +105,18 @@ class BlockPool:
         """Return how many of the first keys of a chain are registered. Draining blocks count, unlike in match()."""
         return self._index.match_length(keys)
 
-    def register(self, blocks: Int32, keys: list[int]) -> None:
+    def register(self, blocks: Int32, keys: Keys) -> None:
         """Register [n] distinct, referenced, full blocks with computed KV under [n] keys, so that match() finds them.
 
-        A block with key 0, or with a key that is registered already, is left out. Raise ValueError if a block has no
+        A block without a key, or with a key that is registered already, is left out. Raise ValueError if a block has no
         reference or is registered.
         """
         if np.count_nonzero(self.refs.take(blocks) <= 0):
             raise ValueError("a block without a reference cannot be registered")
         self._index.register(blocks, keys)
 
-    def keys_of(self, blocks: Int32) -> list[int]:
-        """Return the keys of [n] blocks, 0 for each that is not registered."""
+    def keys_of(self, blocks: Int32) -> Keys:
+        """Return the keys of [n] blocks, NO_KEY for each that is not registered."""
         return self._index.keys_of(blocks)
 
     def forget(self, blocks: Int32) -> None:
