@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from services.scheduler.core.kv.blocks import BlockPool
 from services.scheduler.core.kv.prefix_index import NO_KEY, Hasher, Key, Keys
 from services.scheduler.core.sequence import Sequence, State
@@ -151,16 +153,16 @@ class PrefixCache:
                 self._release(late)
                 owner.waiting = [(s, until) for s, until in owner.waiting if until > now_ns]
 
-    def filled(self, slot: int, end: int) -> None:
-        """Register the blocks of a row up to `end` tokens: a result has confirmed their KV."""
-        self._register(slot, end)
-        owner = self._owners.get(slot)
-        if owner is not None:
-            self._advance(owner)
+    def filled(self, rows: list[tuple[int, int]]) -> None:
+        """Register the blocks of rows, (slot, end) each, up to `end` tokens: a result has confirmed their KV."""
+        self._register(rows)
+        for slot, _ in rows:
+            if (owner := self._owners.get(slot)) is not None:
+                self._advance(owner)
 
     def leaves(self, slot: int, sequence: Sequence) -> None:
         """Register the computed blocks of a sequence that is about to leave `slot`; make its waiters ready."""
-        self._register(slot, self._table.computed(slot))
+        self._register([(slot, self._table.computed(slot))])
         owner = self._owners.pop(slot, None)
         if owner is not None:
             self._disown(owner)
@@ -179,14 +181,17 @@ class PrefixCache:
         owner = self._owners.get(slot)
         return owner is not None and bool(owner.waiting)
 
-    def _register(self, slot: int, end: int) -> None:
-        """Register the full blocks of a row up to `end` tokens, all of which have KV."""
-        table = self._table
-        begin, stop = table.registered.item(slot), end // self._size
-        if stop > begin:
-            keys = self.chain(table.sequence[slot], table.tokens[slot, : stop * self._size])
-            self._pool.register(table.blocks[slot, begin:stop], keys[begin:stop])
-            table.registered[slot] = stop
+    def _register(self, rows: list[tuple[int, int]]) -> None:
+        """Register the full blocks of rows, (slot, end) each, up to `end` tokens, all of which have KV."""
+        table, blocks, keys = self._table, [], []
+        for slot, end in rows:
+            begin, stop = table.registered.item(slot), end // self._size
+            if stop > begin:
+                blocks.append(table.blocks[slot, begin:stop])
+                keys += self.chain(table.sequence[slot], table.tokens[slot, : stop * self._size])[begin:stop]
+                table.registered[slot] = stop
+        if blocks:
+            self._pool.register(np.concatenate(blocks), keys)
 
     def _own(self, slot: int, sequence: Sequence, blocks: int) -> None:
         """Note that `slot` computes what follows the first `blocks` of its sequence, if others may wait for that."""
