@@ -382,7 +382,7 @@ class Admission:
         for candidate in candidates:
             sequence, hit = candidate.sequence, candidate.hit
             cached = sequence.computed or hit.size * limits.block_size
-            shared = np.count_nonzero(refs[hit.gpu]) if hit.gpu.size else 0
+            shared = np.count_nonzero(refs.take(hit.gpu)) if hit.gpu.size else 0
             rows.append((sequence.known, sequence.longest(limits) - 1, cached, shared, sequence.prompt.size))
         return Candidates(*np.array(rows, np.int64).T)
 

@@ -16,6 +16,7 @@ from services.scheduler.core.types import EMPTY, Int32
 Key = bytes  # KEY_BYTES of them; empty: none
 Keys = list[Key]  # shared by all that have the same prompt: never changed in place
 Mask = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.intp]  # of blocks: numpy indexes with them several times faster than with int32
 KEY_BYTES = 16
 NO_KEY = b""
 
@@ -78,14 +79,14 @@ class Index:
         """Return how many of the first keys are indexed."""
         return len(self._leading(keys))
 
-    def register(self, blocks: Int32, keys: Keys) -> None:
+    def register(self, blocks: Numbers, keys: Keys) -> None:
         """Index `blocks` under `keys`, except blocks without a key or with one that is indexed already.
 
         Raise ValueError, and change nothing, if a block is indexed already or the numbers of blocks and keys differ.
         """
         if len(keys) != blocks.size:
             raise ValueError(f"{len(keys)} keys for {blocks.size} blocks")
-        if np.count_nonzero(self.indexed.take(blocks)):
+        if np.count_nonzero(self.indexed[blocks]):
             raise ValueError("a block is registered already")
         numbers = blocks.tolist()
         owners = list(map(self._block_of.setdefault, keys, numbers))
@@ -96,12 +97,12 @@ class Index:
         self._keys[blocks] = keys
         self.indexed[blocks] = True
 
-    def keys_of(self, blocks: Int32) -> Keys:
+    def keys_of(self, blocks: Numbers) -> Keys:
         """Return the keys of [n] blocks; NO_KEY for a block that is not indexed."""
         keys: Keys = self._keys[blocks].tolist()
         return keys
 
-    def forget(self, blocks: Int32) -> None:
+    def forget(self, blocks: Numbers) -> None:
         """Remove distinct blocks from the index; ignore those that are not indexed."""
         self.indexed[blocks] = False
         for key in filter(None, self._keys[blocks].tolist()):
