@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-
 from services.gateway.delivery import dispatcher
 from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.stream import Offer, RequestStream
@@ -85,10 +83,9 @@ async def _takes_nothing_up(self: Claims) -> bool:
     return False
 
 
-def _knows_no_parent(self: Hasher, tokens: Any, salt: bytes = b"", before: int = 0) -> Any:
+def _knows_no_parent(self: Hasher, tokens: Any, salt: bytes = b"", before: bytes = b"") -> Any:
     size = self.block_size
-    parts = [_KEYS(self, tokens[at : at + size], salt) for at in range(0, tokens.size - size + 1, size)]
-    return np.concatenate(parts) if parts else _KEYS(self, tokens[:0])
+    return [_KEYS(self, tokens[at : at + size], salt)[0] for at in range(0, tokens.size - size + 1, size)]
 
 
 _OFFER, _KEYS = RequestStream.offer, Hasher.keys

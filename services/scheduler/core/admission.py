@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.core.kv.prefix_cache import MOST_ASIDE, PrefixCache, PrefixMatch
+from services.scheduler.core.kv.prefix_index import Key
 from services.scheduler.core.outcome import OutcomeBuilder
 from services.scheduler.core.placement.constraints import can_load
 from services.scheduler.core.placement.router import Router
@@ -59,23 +60,6 @@ class Candidate:
         return self.sequence.swapped or self.hit.host.size > 0
 
 
-@dataclass(slots=True)
-class Found:
-    """The cached GPU blocks of [n] candidates, concatenated."""
-
-    blocks: Int32
-    sizes: Int64  # [n] blocks of each candidate
-    ends: Int64  # [n] end of each candidate's part in `blocks`
-
-    @classmethod
-    def of(cls, candidates: list[Candidate]) -> Found:
-        """Return the cached GPU blocks of `candidates`, at least one."""
-        sizes: Int64 = np.array([candidate.hit.gpu.size for candidate in candidates], np.int64)
-        ends: Int64 = sizes.cumsum()
-        blocks = np.concatenate([candidate.hit.gpu for candidate in candidates]) if ends[-1] else EMPTY
-        return cls(blocks, sizes, ends)
-
-
 class Admission:
     """Fills a step with waiting sequences."""
 
@@ -88,7 +72,7 @@ class Admission:
         """Let the policy preempt before any row is scheduled; it learns of the head if that was refused."""
         state, replica = self._state, step.replica
         head = None if state.closed else self._head(replica, step.now_ns)
-        full = replica.table.count >= state.max_running(replica)
+        full = replica.table.count >= step.max_running
         if head is not None and not full and not replica.memo.still_refused(head, replica, state.counters.iteration):
             head = None
         self._preempter.early(step, head, step.now_ns, out)
@@ -183,7 +167,7 @@ class Admission:
             return None
         if step.preempted and chosen is None and not isinstance(state.policy.batch, Pooled):
             return None
-        if replica.table.count >= state.max_running(replica) and not (waiting.urgent and state.policy.relief.takes):
+        if replica.table.count >= step.max_running and not (waiting.urgent and state.policy.relief.takes):
             return None
         if prefix_cache is not None and state.policy.order.prefixes and len(waiting) <= LOOKED_AT:
             prefix_cache.match([sequence for sequence in waiting if not sequence.swapped])
@@ -223,10 +207,12 @@ class Admission:
     def _measure(self, batch: Batch, head: Sequence) -> bool:
         """Set how many sequences may enter when `head` is the first; return whether `head` may be offered to memory."""
         step, state, replica = batch.step, self._state, batch.step.replica
-        max_running, running, queued = state.max_running(replica), replica.table.count, len(state.waiting)
-        step.seqs_left += state.max_step_seqs(replica, running + queued) - state.max_step_seqs(replica, running)
+        max_running, running, queued = step.max_running, replica.table.count, len(state.waiting)
+        rule = state.policy.batch
+        step.seqs_left += rule.max_step_seqs(running + queued, max_running, replica.microbatches)
+        step.seqs_left -= rule.max_step_seqs(running, max_running, replica.microbatches)
         free = max_running - running
-        joins = state.policy.batch.max_new_seqs(replica, queued, max_running, head.record.arrived_ns, step.now_ns)
+        joins = rule.max_new_seqs(replica, queued, max_running, head.record.arrived_ns, step.now_ns)
         room = min(free, step.seqs_left, joins)
         if free <= 0 and not head.unanswered:
             self._refuse(replica, head, 0)
@@ -289,7 +275,7 @@ class Admission:
             if not step.budgeted:
                 step.budgeted = True
                 count, tokens = self._state.waiting.counted(replica.table.low_yields)
-                step.waiting = self._that_fit(replica, count, tokens) // max(len(self._router.placement.alive), 1)
+                step.waiting = self._that_fit(step, count, tokens) // max(len(self._router.placement.alive), 1)
                 step.waiting_tokens = tokens * step.waiting // count if count else 0
                 if replica.table.low_yields and replica.table.low_rows and (count or replica.beneficiary is not None):
                     # The share above may be none, and a swapped sequence counts no tokens; one may enter all the same.
@@ -299,15 +285,17 @@ class Admission:
             )
             step.tokens_left = min(step.tokens_left, budget - step.decodes.size - step.prefill_tokens)
 
-    def _that_fit(self, replica: Replica, count: int, tokens: int) -> int:
-        """Return how many of `count` waiting sequences of `tokens` find slots and free memory on `replica`.
+    @staticmethod
+    def _that_fit(step: StepBuilder, count: int, tokens: int) -> int:
+        """Return how many of `count` waiting sequences of `tokens` find slots and free memory on the step's replica.
 
         0 after a refusal: the sequences behind the refused one would not be in memory sooner for a faster prompt.
         """
+        replica = step.replica
         if not count or replica.memo.refused >= 0:
             return 0
         room = replica.available * replica.limits.block_size
-        free = self._state.max_running(replica) - replica.table.count
+        free = step.max_running - replica.table.count
         return max(min(count, free, room * count // tokens if tokens else count), 0)
 
     def _refuse(self, replica: Replica, head: Sequence, cost: int) -> None:
@@ -320,7 +308,7 @@ class Admission:
         """
         hits = prefix_cache.match(taken)
         candidates: list[Candidate] = []
-        starting: set[int] = set()  # keys of the blocks that sequences entering now compute first
+        starting: set[Key] = set()  # keys of the blocks that sequences entering now compute first
         for sequence, hit in zip(taken, hits, strict=True):
             if sequence.swapped:
                 candidates.append(Candidate(sequence, NO_HIT))
@@ -362,8 +350,7 @@ class Admission:
         The rest return to their places in the queue.
         """
         state, replica = self._state, step.replica
-        found = Found.of(candidates)
-        entrants = self._entrants(replica, candidates, found)
+        entrants = self._entrants(replica, candidates)
         if depth := int(entrants.cached.max()):  # attention also reads cached tokens
             self.budget(step, depth)
         if candidates[0].sequence.pinned:
@@ -384,27 +371,20 @@ class Admission:
             state.waiting.push(candidate.sequence, step.now_ns)
         if entering:
             state.policy.batch.joined(replica, len(entering))
-            self._enter_all(step, entering, found, reserved, lengths, out)
+            self._enter_all(step, entering, reserved, lengths, out)
         return len(entering)
 
     @staticmethod
-    def _entrants(replica: Replica, candidates: list[Candidate], found: Found) -> Candidates:
+    def _entrants(replica: Replica, candidates: list[Candidate]) -> Candidates:
         """Return the columns of `candidates` for the memory policy."""
-        limits, size = replica.limits, replica.limits.block_size
+        limits, refs = replica.limits, replica.pool.refs
         rows = []
         for candidate in candidates:
             sequence, hit = candidate.sequence, candidate.hit
-            cached = sequence.computed if sequence.swapped else (hit.gpu.size + hit.host.size) * size
-            request, prompt = sequence.record.request, sequence.prompt.size
-            rows.append(
-                (prompt + sequence.outputs.size, sequence.longest(limits) - 1, cached, request.priority, prompt)
-            )
-        known, limit, cached_, priority, prompts = np.array(rows, np.int64).T
-        shared = np.zeros(known.size, np.int64)
-        if found.blocks.size:
-            held = np.append(0, np.cumsum(replica.pool.refs.take(found.blocks) > 0))
-            shared = held[found.ends] - held[found.ends - found.sizes]
-        return Candidates(known, limit, cached_, shared, priority.astype(np.int32), prompts)
+            cached = sequence.computed or hit.size * limits.block_size
+            shared = np.count_nonzero(refs.take(hit.gpu)) if hit.gpu.size else 0
+            rows.append((sequence.known, sequence.longest(limits) - 1, cached, shared, sequence.prompt.size))
+        return Candidates(*np.array(rows, np.int64).T)
 
     def _chunks(
         self, step: StepBuilder, candidates: list[Candidate], entrants: Candidates
@@ -433,16 +413,16 @@ class Admission:
         return candidates, lengths[:0] if isinstance(batch, Pooled) else lengths
 
     def _enter_all(
-        self, step: StepBuilder, entering: list[Candidate], found: Found, reserved: Int64, lengths: Int64,
-        out: OutcomeBuilder,
+        self, step: StepBuilder, entering: list[Candidate], reserved: Int64, lengths: Int64, out: OutcomeBuilder
     ) -> None:  # fmt: skip
         state, replica = self._state, step.replica
-        table, limits, sizes = replica.table, replica.limits, found.sizes[: len(entering)]
-        blocks = found.blocks[: int(sizes.sum())]
+        table, limits = replica.table, replica.limits
         slots = table.enter([c.sequence for c in entering], replica.next_step, step.microbatch, limits, step.now_ns)
-        if blocks.size:  # share all before taking any: a cached block that was found must not be evicted
+        sizes = [c.hit.gpu.size for c in entering]
+        if any(sizes):  # share all before taking any: a cached block that was found must not be evicted
+            blocks = np.concatenate([c.hit.gpu for c in entering])
             replica.pool.share(blocks)
-            table.fill(slots, sizes.astype(np.int32), blocks)
+            table.fill(slots, np.array(sizes, np.int32), blocks)
             table.planned[slots] = table.capacity[slots]
         run = []
         for slot, candidate in zip(slots.tolist(), entering, strict=True):

@@ -57,19 +57,20 @@ class Planner:
 
     def last_step(self, replica: Replica, keep: Int32, now_ns: int) -> StepPlan:
         """Return the last step of a replica: the copies that were ordered, and the host blocks to keep."""
-        return StepBuilder(replica, 0, 0, 0, now_ns).commit(keep)
+        return StepBuilder(replica, 0, 0, 0, 0, now_ns).commit(keep)
 
     def _build(self, replica: Replica, microbatch: int, now_ns: int, out: OutcomeBuilder) -> StepBuilder:
         state, table = self._state, replica.table
-        max_seqs = state.max_step_seqs(replica, table.count)
+        max_running = state.max_running(replica)
+        max_seqs = state.policy.batch.max_step_seqs(table.count, max_running, replica.microbatches)
         max_tokens = replica.tokens.max_tokens(replica, state.step_tokens)
-        step = StepBuilder(replica, microbatch, max_seqs, max_tokens, now_ns)
+        step = StepBuilder(replica, microbatch, max_running, max_seqs, max_tokens, now_ns)
         if table.limited:
             self._preempter.for_latency_limits(step, now_ns, out)
         if state.policy.relief.early:
             self._admission.preempt_early(step, out)
         if len(state.waiting):
-            state.policy.order.keep_slots(table, state.max_running(replica), len(state.waiting))
+            state.policy.order.keep_slots(table, max_running, len(state.waiting))
             self._admission.make_room(step, out)
         self._admission.enter_loaded(step)
         if replica.limits.role == PREFILL:

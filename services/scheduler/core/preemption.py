@@ -106,7 +106,7 @@ class Preempter:
         replica, table = step.replica, step.replica.table
         victims = self._victims(replica, max(sequence.priority + 1, Priority.NORMAL))[:MAX_VICTIMS]
         lacking = cost - replica.available
-        slots = 1 if table.count >= self._state.max_running(replica) else 0
+        slots = 1 if table.count >= step.max_running else 0
         freed = np.cumsum(self._frees(replica, victims))
         enough = int(np.searchsorted(freed, lacking)) + 1 if lacking > 0 else slots
         if not enough or enough > victims.size:

@@ -292,7 +292,7 @@ class Replica:
             if load.shared:  # the same prefix is in both tiers now
                 self.pool.register(load.gpu, self.host.keys_of(load.host))
             elif load.peer >= 0 and self.prefix_cache is not None:
-                self.prefix_cache.filled(load.slot, self.table.filled.item(load.slot))
+                self.prefix_cache.filled([(load.slot, self.table.filled.item(load.slot))])
 
     def owner(self, slot: int, step: int) -> Sequence | None:
         """Return the preempted sequence that had this slot in `step`, if the step is unanswered for it."""

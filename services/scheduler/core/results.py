@@ -202,11 +202,11 @@ class Results:
             for slot, end in chunks:
                 if table.generation.item(slot) > step.id:
                     replica.confirmed(slot, step.id, end)
-        for slot, end in chunks:
-            if table.generation.item(slot) <= step.id:
-                table.filled[slot] = end
-                if replica.prefix_cache is not None:
-                    replica.prefix_cache.filled(slot, end)
+        present = [(slot, end) for slot, end in chunks if table.generation.item(slot) <= step.id]
+        for slot, end in present:
+            table.filled[slot] = end
+        if replica.prefix_cache is not None:
+            replica.prefix_cache.filled(present)
 
     @staticmethod
     def _scored(replica: Replica, step: SentStep, result: StepResult) -> list[tuple[Sequence, PromptLogprobs]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from services.scheduler.core.invariants import check_records, check_replicas
-from services.scheduler.core.kv.prefix_index import NO_KEYS, Hasher
+from services.scheduler.core.kv.prefix_index import Hasher
 from services.scheduler.core.outcome import Names, OutcomeBuilder
 from services.scheduler.core.placement.router import Router
 from services.scheduler.core.planner import Planner
@@ -100,7 +100,7 @@ class Scheduler:
             self._hasher = Hasher(limits.block_size)
             for record in self.records.values():
                 for sequence in record.sequences:
-                    sequence.prefix.keys = NO_KEYS
+                    sequence.prefix.keys = []
         # One size of blocks has keys: a replica with another size shares no prefixes.
         hasher = self._hasher if self._hasher is not None and self._hasher.block_size == limits.block_size else None
         microbatches = self.microbatches or limits.stages
@@ -262,7 +262,7 @@ class Scheduler:
         self.records[request.id] = record
         hasher = self._hasher
         for number, prompt in enumerate(request.prompts):
-            keys = hasher.keys(prompt, request.salt) if hasher else NO_KEYS  # here, as it is no part of an iteration
+            keys = hasher.keys(prompt, request.salt) if hasher else []  # here, as it is no part of an iteration
             for choice in range(number * request.n, (number + 1) * request.n):
                 outputs = request.outputs[choice] if request.outputs else EMPTY
                 sequence = Sequence(record, choice, self._sequences, prompt, outputs, prefix=PrefixState(keys))

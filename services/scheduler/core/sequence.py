@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.scheduler.core.kv.prefix_index import NO_KEYS, Keys
+from services.scheduler.core.kv.prefix_index import NO_KEY, Key, Keys
 from services.scheduler.core.types import EMPTY, Finish, Int32, Limits, NewRequest
 
 PINNED_AFTER = 3  # preemptions after which a sequence enters only with its whole remainder reserved
@@ -59,9 +59,9 @@ class SavedKV:
 class PrefixState:
     """What the prefix cache remembers of a sequence."""
 
-    keys: Keys = field(default_factory=lambda: NO_KEYS)  # chain of its full blocks; empty without a prefix cache
+    keys: Keys = field(default_factory=list)  # chain of its full blocks; empty without a prefix cache
     hits: int = 0  # tokens that were cached when it was looked up last
-    waited_for: int = 0  # key of a block that it has waited for long enough while another sequence computed it
+    waited_for: Key = NO_KEY  # of a block that it has waited for long enough while another sequence computed it
 
 
 @dataclass(slots=True)

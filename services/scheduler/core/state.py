@@ -37,7 +37,3 @@ class SchedulerState:
         """Return how many sequences may run at once on a replica."""
         slots = replica.limits.slots
         return self.policy.batch.max_running(min(self.max_seqs or slots, slots))
-
-    def max_step_seqs(self, replica: Replica, sequences: int) -> int:
-        """Return how many sequences may be in one step when `sequences` run."""
-        return self.policy.batch.max_step_seqs(sequences, self.max_running(replica), replica.microbatches)

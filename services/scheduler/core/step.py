@@ -43,11 +43,14 @@ class Chunk(NamedTuple):
 class StepBuilder:
     """The next step of one replica and microbatch."""
 
-    def __init__(self, replica: Replica, microbatch: int, max_seqs: int, max_tokens: int, now_ns: int) -> None:
-        """max_seqs, max_tokens: what the step may hold."""
+    def __init__(
+        self, replica: Replica, microbatch: int, max_running: int, max_seqs: int, max_tokens: int, now_ns: int
+    ) -> None:
+        """max_running: sequences that may have a slot. max_seqs, max_tokens: what the step may hold."""
         self.now_ns = now_ns
         self.replica = replica
         self.microbatch = microbatch
+        self.max_running = max_running
         self.seqs_left = max_seqs
         self.tokens_left = max_tokens
         self.n: Int32 = np.zeros(replica.table.slots, np.int32)  # [slots] tokens to compute in this step

@@ -314,11 +314,13 @@ class WaitingQueue:
         return queues if queues is not None and sequence.swapped else self._queue
 
     def _count(self, sequence: Sequence, sign: int) -> None:
-        self.counts[sequence.priority] += sign
+        priority = sequence.priority
         self._waiting += sign
-        self.class_tokens[sequence.priority] += sign * (sequence.known - sequence.computed)
-        self.swapped += sign * sequence.swapped
-        self.swapped_counts[sequence.priority] += sign * sequence.swapped
+        self.counts[priority] += sign
+        self.class_tokens[priority] += sign * (sequence.known - sequence.computed)
+        if sequence.swapped:
+            self.swapped += sign
+            self.swapped_counts[priority] += sign
 
 
 class Scan:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.core.kv.prefix_index import Index, Keys, Mask
-from services.scheduler.core.types import EMPTY, Int32
+from services.scheduler.core.kv.prefix_index import Index, Keys, Mask, Numbers
+from services.scheduler.core.types import Int32
 
 ONE = np.int32(1)  # with the dtype of the counts, and np.intp indices, numpy's ufunc.at is 20 times faster
 
@@ -32,7 +32,7 @@ class BlockPool:
         self.cached = 0
         self.draining = 0
         self.refs: Int32 = np.zeros(blocks, np.int32)
-        self._ring: Int32 = np.arange(blocks, dtype=np.int32)
+        self._ring: Numbers = np.arange(blocks)
         self._head = 0
         self._drains: Mask = np.zeros(blocks, np.bool_)
         self._reused: Mask = np.zeros(blocks, np.bool_)
@@ -60,20 +60,21 @@ class BlockPool:
         blocks = self._pop(count)
         self.refs[blocks] = 1
         self._reused[blocks] = False
-        return blocks
+        return blocks.astype(np.int32)
 
     def share(self, blocks: Int32) -> None:
         """Add a reference to each of `blocks`, which may contain a block twice.
 
         Raise ValueError if a block is neither referenced nor cached.
         """
-        cold = blocks[self.refs.take(blocks) <= 0]
+        numbers = blocks.astype(np.intp)
+        cold = numbers[self.refs[numbers] <= 0]
         if cold.size:
             if not self.cached or not self._cold.holds(cold):
                 raise ValueError("a block that is neither referenced nor cached cannot be shared")
             self.cached -= self._cold.remove(cold)
-        self._reused[blocks] = True
-        np.add.at(self.refs, blocks.astype(np.intp), ONE)
+        self._reused[numbers] = True
+        np.add.at(self.refs, numbers, ONE)
 
     def give(self, blocks: Int32) -> None:
         """Drop one reference of each of `blocks`, which are distinct and in table order.
@@ -95,7 +96,7 @@ class BlockPool:
             raise ValueError("acknowledged a block that did not drain")
         self._drains[blocks] = False
         self.draining -= blocks.size
-        self._put(blocks)
+        self._put(blocks.astype(np.intp))
 
     def match(self, keys: Keys) -> Int32:
         """Return [m] the blocks of the longest registered prefix of a chain of keys; take no reference."""
@@ -105,23 +106,24 @@ class BlockPool:
         """Return how many of the first keys of a chain are registered. Draining blocks count, unlike in match()."""
         return self._index.match_length(keys)
 
-    def register(self, blocks: Int32, keys: list[int]) -> None:
+    def register(self, blocks: Int32, keys: Keys) -> None:
         """Register [n] distinct, referenced, full blocks with computed KV under [n] keys, so that match() finds them.
 
-        A block with key 0, or with a key that is registered already, is left out. Raise ValueError if a block has no
+        A block without a key, or with a key that is registered already, is left out. Raise ValueError if a block has no
         reference or is registered.
         """
-        if np.count_nonzero(self.refs.take(blocks) <= 0):
+        numbers = blocks.astype(np.intp)
+        if np.count_nonzero(self.refs[numbers] <= 0):
             raise ValueError("a block without a reference cannot be registered")
-        self._index.register(blocks, keys)
+        self._index.register(numbers, keys)
 
-    def keys_of(self, blocks: Int32) -> list[int]:
-        """Return the keys of [n] blocks, 0 for each that is not registered."""
-        return self._index.keys_of(blocks)
+    def keys_of(self, blocks: Int32) -> Keys:
+        """Return the keys of [n] blocks, NO_KEY for each that is not registered."""
+        return self._index.keys_of(blocks.astype(np.intp))
 
     def forget(self, blocks: Int32) -> None:
         """Remove referenced blocks from the index; their references stay."""
-        self._index.forget(blocks)
+        self._index.forget(blocks.astype(np.intp))
 
     def reused(self, blocks: Int32) -> Mask:
         """Return [n] bool: whether the block was shared since it was taken."""
@@ -135,7 +137,7 @@ class BlockPool:
 
     def coldest(self, count: int) -> Int32:
         """Return [<= count] the least recently used cached blocks, coldest first; they stay cached."""
-        return self._cold.coldest(min(count, self.cached))
+        return self._cold.coldest(min(count, self.cached)).astype(np.int32)
 
     def check(self, held: Int32 | None = None) -> None:
         """Raise RuntimeError on a broken invariant. held: every block of every table, once per table."""
@@ -163,14 +165,15 @@ class BlockPool:
             if not np.array_equal(counts, self.refs):
                 raise RuntimeError(f"blocks {np.flatnonzero(counts != self.refs)[:8].tolist()} are counted wrongly")
 
-    def _release(self, blocks: Int32) -> Int32:
+    def _release(self, blocks: Int32) -> Numbers:
         """Drop a reference of each of distinct blocks; return those that have none left, in the given order."""
-        refs = self.refs.take(blocks)
+        numbers = blocks.astype(np.intp)
+        refs = self.refs[numbers]
         refs -= 1
         if np.count_nonzero(refs < 0):
             raise ValueError("a block without a reference was given back")
-        self.refs[blocks] = refs
-        gone: Int32 = blocks[refs == 0]
+        self.refs[numbers] = refs
+        gone: Numbers = numbers[refs == 0]
         return gone
 
     def _evict(self, count: int) -> None:
@@ -180,18 +183,18 @@ class BlockPool:
         self.cached -= cold.size
         self._append(cold)
 
-    def _put(self, blocks: Int32) -> None:
+    def _put(self, blocks: Numbers) -> None:
         """Make distinct blocks without references, in table order, cached or free."""
         if len(self._index):
-            registered = self._index.indexed.take(blocks)
+            registered = self._index.indexed[blocks]
             cold = blocks[registered]
             if cold.size:
                 self._cold.add(cold[::-1])
                 self.cached += cold.size
-                blocks = blocks[~registered] if cold.size < blocks.size else EMPTY
+                blocks = blocks[~registered]
         self._append(blocks)
 
-    def _pop(self, count: int) -> Int32:
+    def _pop(self, count: int) -> Numbers:
         end = self._head + count
         if end <= self.total:
             blocks = self._ring[self._head : end].copy()
@@ -201,7 +204,7 @@ class BlockPool:
         self.free -= count
         return blocks
 
-    def _append(self, blocks: Int32) -> None:
+    def _append(self, blocks: Numbers) -> None:
         if not blocks.size:
             return
         tail = (self._head + self.free) % self.total
@@ -224,16 +227,16 @@ class _Cold:
     """
 
     def __init__(self, blocks: int) -> None:
-        self._log: Int32 = np.zeros(2 * blocks, np.int32)
+        self._log: Numbers = np.zeros(2 * blocks, np.intp)
         self._place: Int32 = np.full(blocks, -1, np.int32)
         self._numbers: Int32 = np.arange(2 * blocks, dtype=np.int32)
         self._head = 0
         self._tail = 0
 
-    def holds(self, blocks: Int32) -> bool:
-        return bool((self._place.take(blocks) >= 0).all())
+    def holds(self, blocks: Numbers) -> bool:
+        return bool((self._place[blocks] >= 0).all())
 
-    def add(self, blocks: Int32) -> None:
+    def add(self, blocks: Numbers) -> None:
         """Add distinct blocks that are not in it, in the order in which they are to be evicted."""
         if self._tail + blocks.size > self._log.size:
             alive = self.blocks()
@@ -245,18 +248,18 @@ class _Cold:
         self._place[blocks] = self._numbers[self._tail : end]
         self._tail = end
 
-    def remove(self, blocks: Int32) -> int:
+    def remove(self, blocks: Numbers) -> int:
         """Remove blocks that are in it; return how many different ones. `blocks` may contain a block twice."""
         order = np.arange(blocks.size, dtype=np.int32)
         self._place[blocks] = order
-        different = int((self._place.take(blocks) == order).sum())
+        different = int((self._place[blocks] == order).sum())
         self._place[blocks] = -1
         return different
 
-    def coldest(self, count: int) -> Int32:
+    def coldest(self, count: int) -> Numbers:
         """Return the first [count] blocks to evict; there must be as many."""
         if not count:
-            return EMPTY
+            return self._log[:0]
         width = count + 32
         alive = self._alive(width)
         while alive.size < count:
@@ -270,19 +273,19 @@ class _Cold:
             self._head = start
         return alive[:count]
 
-    def pop(self, count: int) -> Int32:
+    def pop(self, count: int) -> Numbers:
         """Remove and return the first [count] blocks to evict."""
         blocks = self.coldest(count)
         self._place[blocks] = -1
         self._head += blocks.size
         return blocks
 
-    def blocks(self) -> Int32:
+    def blocks(self) -> Numbers:
         """Return all blocks, in the order of eviction."""
         return self._alive(self._tail - self._head)
 
-    def _alive(self, width: int) -> Int32:
+    def _alive(self, width: int) -> Numbers:
         end = min(self._head + width, self._tail)
         entries = self._log[self._head : end]
-        alive: Int32 = entries[self._place.take(entries) == np.arange(self._head, end)]
+        alive: Numbers = entries[self._place[entries] == self._numbers[self._head : end]]
         return alive

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.core.kv.blocks import BlockPool
-from services.scheduler.core.kv.prefix_index import Hasher, Keys
+from services.scheduler.core.kv.prefix_index import NO_KEY, Hasher, Key, Keys
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import EMPTY, Int32, Rows
@@ -47,7 +47,7 @@ class PendingPrefix:
     """A prefix that a running sequence computes, and the sequences that wait for it, each until a time (ns)."""
 
     slot: int
-    key: int  # key of the next block that is not registered
+    key: Key  # of the next block that is not registered
     waiting: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
@@ -63,20 +63,20 @@ class PrefixCache:
         self._hasher = hasher
         self._size = table.block_size
         self._owners: dict[int, PendingPrefix] = {}  # slot -> the prefix that it computes
-        self._computing: dict[int, PendingPrefix] = {}  # key of the block under computation -> that prefix
+        self._computing: dict[Key, PendingPrefix] = {}  # key of the block under computation -> that prefix
 
     def chain(self, sequence: Sequence, tokens: Int32) -> Keys:
         """Return the keys of all full blocks of `tokens`, the first tokens of the sequence; keep them with it.
 
         It may return the keys of later blocks as well, if they were computed before.
         """
-        have, count = sequence.prefix.keys.size, tokens.size // self._size
+        keys, count = sequence.prefix.keys, tokens.size // self._size
+        have = len(keys)
         if have < count:
-            salt = sequence.record.request.salt
-            before = int(sequence.prefix.keys[-1]) if have else 0
+            salt, before = sequence.record.request.salt, keys[-1] if keys else NO_KEY
             more = self._hasher.keys(tokens[have * self._size : count * self._size], salt, before)
-            sequence.prefix.keys = np.concatenate([sequence.prefix.keys, more]) if have else more
-        return sequence.prefix.keys
+            sequence.prefix.keys = keys = keys + more
+        return keys
 
     def match(self, sequences: list[Sequence]) -> list[PrefixMatch]:
         """Return the cached blocks of each sequence; take no references.
@@ -90,7 +90,7 @@ class PrefixCache:
             most = tokens.size if sequence.is_scored else sequence.scored
             keys = self.chain(sequence, tokens)[: (most - 1) // self._size]
             gpu, host = self._pool.match(keys), EMPTY
-            if self._host.cached and gpu.size < keys.size:
+            if self._host.cached and gpu.size < len(keys):
                 host = self._host.match(keys[gpu.size :])
             sequence.prefix.hits = (gpu.size + host.size) * self._size
             hits.append(PrefixMatch(gpu, host))
@@ -101,15 +101,16 @@ class PrefixCache:
         blocks = self._pool.match_length(keys)
         return blocks + (self._host.match_length(keys[blocks:]) if self._host.cached else 0)
 
-    def computing(self, key: int) -> Keys | None:
+    def computing(self, key: Key) -> Keys | None:
         """Return the keys of the sequence that computes the block `key` now, or None."""
         owner = self._computing.get(key)
         sequence: Sequence | None = self._table.sequence[owner.slot] if owner is not None else None
         return sequence.prefix.keys if sequence is not None else None
 
-    def next_key(self, sequence: Sequence, blocks: int) -> int:
-        """Return the key of the block after the first `blocks`, or 0 if too few follow for a sequence to wait for."""
-        return int(sequence.prefix.keys[blocks]) if sequence.prefix.keys.size - blocks >= LEAST_SHARED_BLOCKS else 0
+    def next_key(self, sequence: Sequence, blocks: int) -> Key:
+        """Return the key of the block after the first `blocks`; NO_KEY if too few follow for a sequence to wait for."""
+        keys = sequence.prefix.keys
+        return keys[blocks] if len(keys) - blocks >= LEAST_SHARED_BLOCKS else NO_KEY
 
     def entered(self, slots: Rows, sequences: list[Sequence], hits: list[PrefixMatch]) -> None:
         """Note that sequences took slots with `hits`; other sequences may wait for the blocks that follow."""
@@ -120,8 +121,7 @@ class PrefixCache:
             if found * size > table.filled.item(slot):
                 table.filled[slot] = found * size
             self.hit_tokens += found * size
-            if sequence.prefix.keys.size - found >= LEAST_SHARED_BLOCKS:
-                self._own(slot, sequence, found)
+            self._own(slot, sequence, found)
 
     def owner_of(self, sequence: Sequence, blocks: int) -> int:
         """Return the slot that computes the next LEAST_SHARED_BLOCKS of `sequence` after its first `blocks`, or -1.
@@ -129,17 +129,15 @@ class PrefixCache:
         It is -1 as well if the owner is of a lower class and so may take long, if MOST_ASIDE sequences wait for it
         already, or if `sequence` has waited for that block before or has log-probabilities of its prompt to tell.
         """
-        if not sequence.is_scored:
-            return -1
-        if sequence.prefix.keys.size - blocks < LEAST_SHARED_BLOCKS:
-            return -1
-        key = int(sequence.prefix.keys[blocks])
+        key = self.next_key(sequence, blocks)
         owner = self._computing.get(key) if key != sequence.prefix.waited_for else None
-        if owner is None or self._table.priority[owner.slot] > sequence.priority or len(owner.waiting) >= MOST_ASIDE:
+        if owner is None or not sequence.is_scored:
+            return -1
+        if self._table.priority[owner.slot] > sequence.priority or len(owner.waiting) >= MOST_ASIDE:
             return -1
         theirs = self._table.sequence[owner.slot].prefix.keys
         end = blocks + LEAST_SHARED_BLOCKS
-        return owner.slot if np.array_equal(theirs[blocks:end], sequence.prefix.keys[blocks:end]) else -1
+        return owner.slot if theirs[blocks:end] == sequence.prefix.keys[blocks:end] else -1
 
     def wait(self, sequence: Sequence, slot: int, until_ns: int) -> None:
         """Let `sequence` wait until `slot` has registered its next blocks, at most until `until_ns`."""
@@ -155,16 +153,16 @@ class PrefixCache:
                 self._release(late)
                 owner.waiting = [(s, until) for s, until in owner.waiting if until > now_ns]
 
-    def filled(self, slot: int, end: int) -> None:
-        """Register the blocks of a row up to `end` tokens: a result has confirmed their KV."""
-        self._register(slot, end)
-        owner = self._owners.get(slot)
-        if owner is not None:
-            self._advance(owner)
+    def filled(self, rows: list[tuple[int, int]]) -> None:
+        """Register the blocks of rows, (slot, end) each, up to `end` tokens: a result has confirmed their KV."""
+        self._register(rows)
+        for slot, _ in rows:
+            if (owner := self._owners.get(slot)) is not None:
+                self._advance(owner)
 
     def leaves(self, slot: int, sequence: Sequence) -> None:
         """Register the computed blocks of a sequence that is about to leave `slot`; make its waiters ready."""
-        self._register(slot, self._table.computed(slot))
+        self._register([(slot, self._table.computed(slot))])
         owner = self._owners.pop(slot, None)
         if owner is not None:
             self._disown(owner)
@@ -175,7 +173,7 @@ class PrefixCache:
         if stop <= begin:
             return
         keys = self.chain(sequence, sequence.tokens()[: stop * self._size])
-        self._pool.register(prefix.blocks[begin:stop], keys[begin:stop].tolist())
+        self._pool.register(prefix.blocks[begin:stop], keys[begin:stop])
         prefix.registered = stop
 
     def awaited(self, slot: int) -> bool:
@@ -183,31 +181,34 @@ class PrefixCache:
         owner = self._owners.get(slot)
         return owner is not None and bool(owner.waiting)
 
-    def _register(self, slot: int, end: int) -> None:
-        """Register the full blocks of a row up to `end` tokens, all of which have KV."""
-        table = self._table
-        begin, stop = table.registered.item(slot), end // self._size
-        if stop > begin:
-            keys = self.chain(table.sequence[slot], table.tokens[slot, : stop * self._size])
-            self._pool.register(table.blocks[slot, begin:stop], keys[begin:stop].tolist())
-            table.registered[slot] = stop
+    def _register(self, rows: list[tuple[int, int]]) -> None:
+        """Register the full blocks of rows, (slot, end) each, up to `end` tokens, all of which have KV."""
+        table, blocks, keys = self._table, [], []
+        for slot, end in rows:
+            begin, stop = table.registered.item(slot), end // self._size
+            if stop > begin:
+                blocks.append(table.blocks[slot, begin:stop])
+                keys += self.chain(table.sequence[slot], table.tokens[slot, : stop * self._size])[begin:stop]
+                table.registered[slot] = stop
+        if blocks:
+            self._pool.register(np.concatenate(blocks), keys)
 
     def _own(self, slot: int, sequence: Sequence, blocks: int) -> None:
-        key = int(sequence.prefix.keys[blocks])
-        if key not in self._computing:
+        """Note that `slot` computes what follows the first `blocks` of its sequence, if others may wait for that."""
+        key = self.next_key(sequence, blocks)
+        if key and key not in self._computing:
             self._owners[slot] = self._computing[key] = PendingPrefix(slot, key)
 
     def _advance(self, owner: PendingPrefix) -> None:
         """After blocks were registered, make the waiting sequences ready and move the owner on to its next block."""
         slot = owner.slot
-        done = int(self._table.registered[slot])
+        done = self._table.registered.item(slot)
         sequence: Sequence = self._table.sequence[slot]
-        if done < sequence.prefix.keys.size and int(sequence.prefix.keys[done]) == owner.key:
+        if sequence.prefix.keys[done : done + 1] == [owner.key]:
             return
         del self._owners[slot]
         self._disown(owner)
-        if sequence.prefix.keys.size - done >= LEAST_SHARED_BLOCKS:
-            self._own(slot, sequence, done)
+        self._own(slot, sequence, done)
 
     def _disown(self, owner: PendingPrefix) -> None:
         del self._computing[owner.key]

@@ -1,7 +1,7 @@
 """The prefix index of one tier of blocks: it maps a token prefix to the block that holds its KV.
 
-Called by BlockPool, which manages the blocks. The Hasher is also called at intake, outside the iteration. A key of 128
-bits identifies a salt and all tokens up to the end of a block. Equal keys mean equal content, so tokens are not kept.
+Called by BlockPool, which manages the blocks. The Hasher is also called at intake, outside the iteration. A key of 16
+bytes identifies a salt and all tokens up to the end of a block. Equal keys mean equal content, so tokens are not kept.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from services.scheduler.core.types import EMPTY, Int32
 
-Keys = npt.NDArray[np.object_]  # Python ints of 128 bits
+Key = bytes  # KEY_BYTES of them; empty: none
+Keys = list[Key]  # shared by all that have the same prompt: never changed in place
 Mask = npt.NDArray[np.bool_]
-NO_KEYS: Keys = np.zeros(0, np.object_)
-NO_KEYS.setflags(write=False)
+Numbers = npt.NDArray[np.intp]  # of blocks: numpy indexes with them several times faster than with int32
 KEY_BYTES = 16
+NO_KEY = b""
 
 
 class Hasher:
@@ -30,23 +31,23 @@ class Hasher:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def keys(self, tokens: Int32, salt: bytes = b"", before: int = 0) -> Keys:
-        """Return [tokens.size // block_size] keys of the full blocks, each an int above 0.
+    def keys(self, tokens: Int32, salt: bytes = b"", before: Key = NO_KEY) -> Keys:
+        """Return [tokens.size // block_size] keys of the full blocks.
 
-        before: key of the block before `tokens`; the chain goes on from there, and the salt is not used. 0 starts a
-        chain.
+        before: key of the block before `tokens`; the chain goes on from there, and the salt is not used. NO_KEY starts
+        a chain.
         """
         full = tokens.size // self.block_size
         if not full:
-            return NO_KEYS
+            return []
         width = 4 * self.block_size
         data = tokens[: full * self.block_size].astype("<i4").tobytes()
-        key = before.to_bytes(KEY_BYTES, "little") if before else blake2b(salt, digest_size=KEY_BYTES).digest()
+        key = before or blake2b(salt, digest_size=KEY_BYTES).digest()
         keys = []
         for at in range(0, full * width, width):
             key = blake2b(key + data[at : at + width], digest_size=KEY_BYTES).digest()
-            keys.append(int.from_bytes(key, "little"))
-        return np.array(keys, np.object_)
+            keys.append(key)
+        return keys
 
 
 class Index:
@@ -54,8 +55,8 @@ class Index:
 
     def __init__(self, blocks: int) -> None:
         self.indexed: Mask = np.zeros(blocks, np.bool_)
-        self._keys: Keys = np.full(blocks, 0, np.object_)  # by block; 0 means not indexed
-        self._block_of: dict[int, int] = {}
+        self._keys: npt.NDArray[np.object_] = np.full(blocks, NO_KEY, np.object_)  # by block; NO_KEY: not indexed
+        self._block_of: dict[Key, int] = {}
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -78,35 +79,35 @@ class Index:
         """Return how many of the first keys are indexed."""
         return len(self._leading(keys))
 
-    def register(self, blocks: Int32, keys: list[int]) -> None:
-        """Index `blocks` under `keys`, except blocks with a key that is 0 or indexed already.
+    def register(self, blocks: Numbers, keys: Keys) -> None:
+        """Index `blocks` under `keys`, except blocks without a key or with one that is indexed already.
 
         Raise ValueError, and change nothing, if a block is indexed already or the numbers of blocks and keys differ.
         """
         if len(keys) != blocks.size:
             raise ValueError(f"{len(keys)} keys for {blocks.size} blocks")
-        if np.count_nonzero(self.indexed.take(blocks)):
+        if np.count_nonzero(self.indexed[blocks]):
             raise ValueError("a block is registered already")
         numbers = blocks.tolist()
         owners = list(map(self._block_of.setdefault, keys, numbers))
-        if owners != numbers or 0 in keys:
-            self._block_of.pop(0, None)
+        if owners != numbers or NO_KEY in keys:
+            self._block_of.pop(NO_KEY, None)
             fresh = [i for i, block in enumerate(numbers) if keys[i] and owners[i] == block]
             blocks, keys = blocks[fresh], [keys[i] for i in fresh]
         self._keys[blocks] = keys
         self.indexed[blocks] = True
 
-    def keys_of(self, blocks: Int32) -> list[int]:
-        """Return the keys of [n] blocks; 0 for a block that is not indexed."""
-        keys: list[int] = self._keys[blocks].tolist()
+    def keys_of(self, blocks: Numbers) -> Keys:
+        """Return the keys of [n] blocks; NO_KEY for a block that is not indexed."""
+        keys: Keys = self._keys[blocks].tolist()
         return keys
 
-    def forget(self, blocks: Int32) -> None:
+    def forget(self, blocks: Numbers) -> None:
         """Remove distinct blocks from the index; ignore those that are not indexed."""
         self.indexed[blocks] = False
         for key in filter(None, self._keys[blocks].tolist()):
             del self._block_of[key]
-        self._keys[blocks] = 0
+        self._keys[blocks] = NO_KEY
 
     def check(self) -> None:
         """Raise RuntimeError where keys and blocks contradict each other."""
@@ -117,10 +118,8 @@ class Index:
     def _leading(self, keys: Keys) -> list[int]:
         """Return the blocks of the leading keys that are indexed."""
         found: list[int] = []
-        if not keys.size or keys[0] not in self._block_of:
-            return found
         try:
-            found.extend(map(self._block_of.__getitem__, keys.tolist()))
+            found.extend(map(self._block_of.__getitem__, keys))
         except KeyError:
             return found  # extend() has kept the blocks before the missing key
         return found

@@ -6,7 +6,7 @@ replica, the rules that depend only on the sequence and the set of replicas (Pla
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from services.scheduler.core.placement.base import MAX_PASSED, Constraint, Verdict
@@ -73,7 +73,7 @@ class Placement:
     @property
     def constraints(self) -> list[Constraint[StepBuilder]]:
         """New constraints of one replica, without its price."""
-        return [OwesStep(), *self._rules]
+        return [OwesStep(), Permitted(self._rules)]
 
     @property
     def chooses(self) -> bool:
@@ -178,17 +178,27 @@ class AdapterLoaded(Constraint[StepBuilder]):
         return Verdict.SKIP
 
 
-class Rule(Constraint[StepBuilder]):
-    """A constraint that depends on the replica and the sequence alone, not on the step."""
+class Permitted(Constraint[StepBuilder]):
+    """Require that the rules of placement let the sequence enter the replica."""
 
     elsewhere = True
+
+    def __init__(self, rules: tuple[Rule, ...]) -> None:
+        self._rules = rules
+
+    def check(self, step: StepBuilder, sequence: Sequence) -> Verdict:
+        for rule in self._rules:
+            if not rule.allows(step.replica, sequence):
+                return Verdict.SKIP
+        return Verdict.OK
+
+
+class Rule(ABC):
+    """A rule that depends on the replica and the sequence alone, not on the step."""
 
     @abstractmethod
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether the waiting `sequence` may enter `replica`."""
-
-    def check(self, step: StepBuilder, sequence: Sequence) -> Verdict:
-        return Verdict.OK if self.allows(step.replica, sequence) else Verdict.SKIP
 
 
 class QuarantineRule(Rule):

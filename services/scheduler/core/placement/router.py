@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.core.kv.prefix_index import Keys
+from services.scheduler.core.kv.prefix_index import Key, Keys
 from services.scheduler.core.placement.base import MAX_PASSED, Constraint, Verdict
 from services.scheduler.core.placement.constraints import AdapterLoaded, Placement, can_load
 from services.scheduler.core.placement.peers import can_go_on, can_read
@@ -67,7 +67,7 @@ class Router:
         self._affinity = affinity
         self._loads: dict[int, ReplicaLoad] = {}
         self._sent: dict[int, dict[Sequence, int]] = {}  # replica -> sequences routed there -> tokens to compute
-        self._starting: OrderedDict[int, tuple[int, Keys]] = OrderedDict()  # next key -> replica, all keys
+        self._starting: OrderedDict[Key, tuple[int, Keys]] = OrderedDict()  # next key -> replica, all keys
 
     def joined(self, replica: Replica, alive: list[Replica]) -> None:
         """Add `replica`, one of the `alive` ones, and give it its constraints.
@@ -240,8 +240,8 @@ class Router:
         """Record that a sequence is about to run on `replica`, for decisions that are made before it does."""
         self._sent[replica.number][sequence] = max(sequence.known - hit, 1)
         done = hit // replica.limits.block_size
-        if replica.prefix_cache is not None and sequence.prefix.keys.size - done >= LEAST_KEYS:
-            self._starting[int(sequence.prefix.keys[done])] = (replica.number, sequence.prefix.keys)
+        if replica.prefix_cache is not None and len(sequence.prefix.keys) - done >= LEAST_KEYS:
+            self._starting[sequence.prefix.keys[done]] = (replica.number, sequence.prefix.keys)
             if len(self._starting) > STARTING:
                 self._starting.popitem(last=False)
 
@@ -255,15 +255,14 @@ class Router:
             return sequence.computed
         if replica.prefix_cache is None or not self._affinity or not sequence.is_scored:
             return 0
-        blocks = replica.prefix_cache.match_length(sequence.prefix.keys)
-        if sequence.prefix.keys.size - blocks >= LEAST_KEYS:
-            computing = replica.prefix_cache.computing(int(sequence.prefix.keys[blocks]))
-            number, starting = self._starting.get(int(sequence.prefix.keys[blocks]), (-1, None))
+        keys = sequence.prefix.keys
+        blocks = replica.prefix_cache.match_length(keys)
+        if len(keys) - blocks >= LEAST_KEYS:
+            computing = replica.prefix_cache.computing(keys[blocks])
+            number, starting = self._starting.get(keys[blocks], (-1, None))
             theirs = computing if computing is not None else starting if number == replica.number else None
             if theirs is not None:
-                both = min(theirs.size, sequence.prefix.keys.size)
-                differ = theirs[:both] != sequence.prefix.keys[:both]
-                blocks = max(blocks, int(differ.argmax()) if differ.any() else both)
+                blocks = max(blocks, sum(a == b for a, b in zip(theirs, keys, strict=False)))
         return min(int(blocks * size * self._affinity), sequence.known - 1)
 
     def _cost(self, replica: Replica, sequence: Sequence, hit: int) -> float:

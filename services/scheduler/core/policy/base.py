@@ -130,7 +130,6 @@ class Candidates:
     limit: Int64  # most tokens that ever have KV: prompt and largest output, less the last token
     cached: Int64  # tokens with KV already
     shared: Int64  # blocks of `cached` that a running sequence holds: they cost no memory
-    priority: Int32
     prompt: Int64  # tokens of the prompt; known - prompt are outputs from before
 
 

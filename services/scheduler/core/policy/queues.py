@@ -17,7 +17,6 @@ import numpy.typing as npt
 from services.scheduler.core.policy.base import Queue
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import Int64
-from services.scheduler.core.types import CLASS_COUNT
 
 LOOKED_AT = 128  # prefixes are not looked up while more sequences than this wait (SGLang)
 LATE_EVERY = 8  # one of so many admissions is of a late sequence
@@ -263,19 +262,17 @@ class ByClass:
         if now_ns != self._now_ns:
             self._now_ns = now_ns
             self._out.clear()
-        urgent = self._queues[0] or self._queues[1]
-        if self._admitted % LATE_EVERY == LATE_EVERY - 1 and (not urgent or self._admitted // LATE_EVERY % 4 == 3):
-            held = [late for queue in self._queues if queue and (late := queue.held_back(now_ns)) is not None]
-            if held:
-                return min(held, key=arrival)
-        best, rank = None, (CLASS_COUNT, False, 0, 0)
-        for queue in self._queues:
-            if not queue or (head := queue.head(now_ns)) is None:
-                continue
-            its = self._rank(head, queue.is_late(head), now_ns)
-            if its < rank:
-                best, rank = head, its
-        return best
+        queues = [queue for queue in self._queues if queue]
+        if self._admitted % LATE_EVERY == LATE_EVERY - 1:
+            urgent = self._queues[0] or self._queues[1]
+            if not urgent or self._admitted // LATE_EVERY % 4 == 3:
+                held = [late for queue in queues if (late := queue.held_back(now_ns)) is not None]
+                if held:
+                    return min(held, key=arrival)
+        heads = [(head, queue) for queue in queues if (head := queue.head(now_ns)) is not None]
+        if len(heads) > 1:
+            return min(heads, key=lambda pair: self._rank(pair[0], pair[1].is_late(pair[0]), now_ns))[0]
+        return heads[0][0] if heads else None
 
     def pop(self, sequence: Sequence) -> None:
         self._queues[sequence.priority].pop(sequence)

@@ -126,7 +126,7 @@ def running(count: int, limits: Limits, **more: int) -> tuple[SlotTable, House]:
     replica, rows = h.core.replicas[0], np.arange(count)
     table = replica.table
     table.tokens[:count, 24] = 1
-    builder = StepBuilder(replica, 0, count, 64, h.now)
+    builder = StepBuilder(replica, 0, count, count, 64, h.now)
     builder.decode(table.mask(rows), rows, *builder.missing_blocks(table.mask(rows)))
     assert (table.known[rows] == 26).all()
     return table, h

@@ -27,7 +27,7 @@ def decoding(block_size: int, policy: str = "sarathi") -> House:
 
 def decode_step(h: House, drafts: int) -> StepPlan:
     """A step of the row with so many guesses, all of them 1."""
-    builder = StepBuilder(h.core.replicas[0], 0, 8, 64, h.now)
+    builder = StepBuilder(h.core.replicas[0], 0, 8, 8, 64, h.now)
     mask = h.core.replicas[0].table.mask(ROW)
     builder.decode(mask, ROW, *builder.missing_blocks(mask))
     if drafts:
@@ -78,7 +78,7 @@ def test_rollback_refuses_applied_tokens() -> None:
 
 def test_a_row_is_scheduled_once_a_step() -> None:
     h = decoding(4)
-    builder = StepBuilder(h.core.replicas[0], 0, 8, 64, h.now)
+    builder = StepBuilder(h.core.replicas[0], 0, 8, 8, 64, h.now)
     builder.schedule(ROW, np.array([1]))
     with pytest.raises(ValueError, match="already in step"):
         builder.schedule(ROW, np.array([1]))

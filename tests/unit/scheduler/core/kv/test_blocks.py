@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.core.kv.blocks import BlockPool
-from services.scheduler.core.kv.prefix_index import Hasher, Keys
+from services.scheduler.core.kv.prefix_index import KEY_BYTES, NO_KEY, Hasher, Keys
 
 
-def enter(pool: BlockPool, keys: list[int]) -> np.ndarray:
+def enter(pool: BlockPool, keys: Keys) -> np.ndarray:
     """Take blocks for one prompt and register them."""
     blocks = pool.take(len(keys))
     pool.register(blocks, keys)
@@ -45,7 +45,7 @@ def test_check_sees_a_free_block_with_references(references: int) -> None:
 def test_log_of_cached_blocks_stays_ordered_and_bounded() -> None:
     random = np.random.default_rng(3)
     pool = BlockPool(40, indexed=True)
-    blocks = enter(pool, list(range(1, 41)))
+    blocks = enter(pool, [b"%d" % number for number in range(40)])
     order = blocks.tolist()[::-1]
     pool.give(blocks)
     for _ in range(300):
@@ -61,37 +61,37 @@ def test_log_of_cached_blocks_stays_ordered_and_bounded() -> None:
 
 def test_wrong_registrations_are_refused() -> None:
     pool = BlockPool(4, indexed=True)
-    blocks = enter(pool, [1])
+    blocks = enter(pool, [b"1"])
     with pytest.raises(ValueError, match="registered already"):
-        pool.register(blocks, [2])
+        pool.register(blocks, [b"2"])
     with pytest.raises(ValueError, match="without a reference"):
-        pool.register(np.array([3], np.int32), [2])
+        pool.register(np.array([3], np.int32), [b"2"])
     pool.check()
 
 
 def test_a_refused_registration_changes_nothing() -> None:
     pool = BlockPool(4, indexed=True)
-    registered, fresh = enter(pool, [1]), pool.take(1)
+    registered, fresh = enter(pool, [b"1"]), pool.take(1)
     with pytest.raises(ValueError, match="registered already"):
-        pool.register(np.concatenate([fresh, registered]), [2, 3])
-    for keys in ([2], [2, 3, 4]):
+        pool.register(np.concatenate([fresh, registered]), [b"2", b"3"])
+    for keys in ([b"2"], [b"2", b"3", b"4"]):
         with pytest.raises(ValueError, match="keys for 2 blocks"):
             pool.register(np.concatenate([fresh, pool.take(1)]), keys)
-    assert pool.keys_of(fresh) == [0]
+    assert pool.keys_of(fresh) == [NO_KEY]
     pool.check()
 
 
 def test_one_block_is_registered_for_equal_keys() -> None:
     pool = BlockPool(4, indexed=True)
-    assert pool.keys_of(enter(pool, [5, 6, 5])) == [5, 6, 0]
-    assert pool.keys_of(enter(pool, [6])) == [0]
+    assert pool.keys_of(enter(pool, [b"5", b"6", b"5"])) == [b"5", b"6", NO_KEY]
+    assert pool.keys_of(enter(pool, [b"6"])) == [NO_KEY]
     pool.check()
 
 
 def test_a_block_without_a_key_is_not_registered() -> None:
     pool = BlockPool(4, indexed=True)
-    blocks = enter(pool, [5, 0])
-    assert pool.keys_of(blocks) == [5, 0]
+    blocks = enter(pool, [b"5", NO_KEY])
+    assert pool.keys_of(blocks) == [b"5", NO_KEY]
     pool.give(blocks)
     assert (pool.free, pool.cached) == (3, 1)
 
@@ -200,7 +200,7 @@ class IndexTwin(RuleBasedStateMachine):
         if not self.indexed:
             return
         end = len(row.blocks)
-        self.pool.register(column(row.blocks[start:]), keys_of(row.salt, row.tokens)[start:end].tolist())
+        self.pool.register(column(row.blocks[start:]), keys_of(row.salt, row.tokens)[start:end])
         for block, prefix in list(zip(row.blocks, prefixes(row.salt, row.tokens), strict=False))[start:]:
             if prefix not in self.index:
                 self.index[prefix] = block
@@ -293,11 +293,11 @@ def test_keys_are_equal_in_one_go_and_in_parts(prompts: list[list[int]], size: i
     hasher = Hasher(size)
     for i, prompt in enumerate(prompts):
         whole = hasher.keys(column(prompt), b"s" * (i % 2))
-        assert whole.size == len(prompt) // size
-        start = min(cut, whole.size)
+        assert len(whole) == len(prompt) // size
+        start = min(cut, len(whole))
         if start:
             rest = hasher.keys(column(prompt[start * size :]), before=whole[start - 1])
-            assert rest.tolist() == whole[start:].tolist()
+            assert rest == whole[start:]
 
 
 def test_keys_differ_with_salt_tokens_and_order() -> None:
@@ -307,6 +307,6 @@ def test_keys_differ_with_salt_tokens_and_order() -> None:
     pairs = [np.concatenate([blocks[i], blocks[j]]) for i in range(0, 400, 7) for j in range(0, 400, 9)]
     assert len({hasher.keys(p)[-1] for p in pairs}) == len({p.tobytes() for p in pairs})
     zeros = np.zeros(160, np.int32)
-    assert len({*hasher.keys(zeros).tolist(), *hasher.keys(zeros, b"x").tolist()}) == 20
+    assert len({*hasher.keys(zeros), *hasher.keys(zeros, b"x")}) == 20
     assert len({hasher.keys(zeros[:16], salt)[0] for salt in (b"", b"\0", b"\0" * 8, b"a" * 9, b"a" * 10)}) == 5
-    assert all(0 < key < 1 << 128 for key in hasher.keys(zeros).tolist())
+    assert all(len(key) == KEY_BYTES for key in hasher.keys(zeros))

@@ -75,7 +75,7 @@ def entrants(*rows: tuple[int, int], cached: int = 0, shared: int = 0, **columns
     known, limit = np.array(rows, np.int64).reshape(-1, 2).T
     full = np.zeros_like(known)
     prompt = np.array(columns.get("prompt", known), np.int64)
-    return Candidates(known, limit, full + cached, full + shared, np.full(known.size, 2, np.int32), prompt)
+    return Candidates(known, limit, full + cached, full + shared, prompt)
 
 
 def waiting(
