@@ -19,6 +19,7 @@ ALL_MODELS = "orcinus:{ALL}:"
 """Prefix of what all models of a Redis share: API keys, salt and buckets. No model has a tag of capital letters."""
 
 _UNSAFE = re.compile(r"[^a-z0-9._-]+")
+_GRAMMAR_NAME = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def model_tag(name: str) -> str:
@@ -45,6 +46,24 @@ def hash_tag(name: str) -> str:
     """
     tag = model_tag(name)
     return tag if tag == name else f"{tag}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+def grammar_name(tenant: str, text: str) -> str:
+    """Return the name by which the requests of a tenant refer to the text of a grammar in `queue:grammars`.
+
+    No grammar is such a name, so a scheduler or worker that takes it for a text refuses it. Tenants share no text: the
+    bytes that one is charged for tell nothing of the grammars of another.
+
+    >>> grammar_name("alice", 'start: "a"')[:15], is_grammar_name('start: "a"')
+    ('sha256:d4c14090', False)
+    """
+    digest = hashlib.sha256(tenant.encode() + b"\0" + text.encode())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def is_grammar_name(text: str) -> bool:
+    """Return whether `Sampling.grammar` of a request is a name, not the text itself."""
+    return _GRAMMAR_NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +177,13 @@ class Keys:
     def queue_bytes(self) -> str:
         """Hash: bytes of requests that have not ended, by tenant; scripts reach it from `queue`."""
         return f"{self.queue}:bytes"
+
+    @property
+    def queue_grammars(self) -> str:
+        """Hash: texts of the grammars of requests that have not ended, and how many these are, by the name of each
+        (`grammar_name`); scripts reach it from `queue`.
+        """
+        return f"{self.queue}:grammars"
 
     @property
     def workers(self) -> str:

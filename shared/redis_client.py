@@ -51,6 +51,9 @@ STREAM_KEEP_MS = 30 * 1000
 PROMPT_APART_BYTES = 64 * 1024
 """Larger prompts are written to a separate key."""
 
+GRAMMAR_APART_BYTES = 1024
+"""Longer grammars are written to `queue:grammars`, once for all requests of a tenant."""
+
 Unreachable = (RedisConnectionError, RedisTimeoutError, OSError)
 """Redis did not answer."""
 

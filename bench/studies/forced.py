@@ -120,7 +120,7 @@ def run(process: GrammarProcess, kind: str, answers: int, streams: int, one_tena
             serving[f"r{number}"] = next(_keys), answer
             tenant = "" if one_tenant else str(number)
             new = NewRequest(f"r{number}", [np.array(answer.prompt, np.int32)], answer.tokens.size, tenant=tenant)
-            new.payload, new.has_grammar = queue_pb2.Request(), True
+            new.payload, new.grammar = queue_pb2.Request(), kind
             core.add(new, now)
         while (plan := core.plan(now)[0]) is not None:
             flight.append(plan)

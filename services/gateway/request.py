@@ -28,8 +28,8 @@ from google.protobuf.message import Message
 from protos import queue_pb2
 from services.gateway.errors import RETRY, ApiError, other_version
 from shared.ids import BEGINNINGS
-from shared.keys import CLASSES
-from shared.redis_client import PROMPT_APART_BYTES
+from shared.keys import CLASSES, grammar_name
+from shared.redis_client import GRAMMAR_APART_BYTES, PROMPT_APART_BYTES
 from shared.text.logprobs import prompt_record_bytes, record_bytes
 from shared.text.logprobs import wrong_number as wrong_logprobs
 from shared.wire.columns import pack, unpack
@@ -214,8 +214,10 @@ class GenerationSpec:
         """Return the tokens that the tenant's bucket pays in advance: the prompts and the longest possible output."""
         return self.prompt_tokens + self.choices * self.max_tokens
 
-    def to_request(self, gateway: str, tenant: str, salt: bytes) -> tuple[queue_pb2.Request, bytes]:
-        """Return the message for `requests:{class}` and, when they are big, the prompts for another key."""
+    def to_request(self, gateway: str, tenant: str, salt: bytes) -> tuple[queue_pb2.Request, bytes, str]:
+        """Return the message for `requests:{class}` and, when they are big, the prompts and the text of the grammar for
+        other keys.
+        """
         prompts = queue_pb2.Prompts(tokens=[pack(prompt) for prompt in self.prompts])
         apart = 4 * self.prompt_tokens > PROMPT_APART_BYTES
         fields: dict[str, Any] = {name: getattr(self, name) for name in REQUEST_FIELDS}
@@ -230,7 +232,10 @@ class GenerationSpec:
             cache_salt=salt,
             created_ms=time.time_ns() // 1_000_000,
         )
-        return request, prompts.SerializeToString() if apart else b""
+        grammar = self.sampling.grammar
+        if is_apart := len(grammar) > GRAMMAR_APART_BYTES:
+            request.sampling.grammar = grammar_name(tenant, grammar)
+        return request, prompts.SerializeToString() if apart else b"", grammar if is_apart else ""
 
     def to_delivery(self, tail: Callable[[Sequence[int], bool], list[int]]) -> bytes:
         """Return all that another gateway needs to continue the delivery; kept in the request's record.

@@ -331,7 +331,8 @@ class Service:
         types |= dict.fromkeys(
             [keys.events, keys.dead, keys.queue_kept, *map(keys.tokens, self.quarantine.gateways)], "stream"
         )
-        hashes = [keys.queue, keys.queue_tenants, keys.queue_bytes, keys.shards, keys.stats(shard)]
+        hashes = [keys.queue, keys.queue_tenants, keys.queue_bytes, keys.queue_grammars]
+        hashes += [keys.shards, keys.stats(shard)]
         types |= dict.fromkeys([*hashes, keys.iterations(shard), keys.replicas(shard), keys.lengths(shard)], "hash")
         strings = [keys.lease(shard), keys.epoch, keys.shard_epoch(shard), keys.policy(shard)]
         await self._remove_foreign(types | dict.fromkeys(strings, "string"))

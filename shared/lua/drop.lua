@@ -13,7 +13,7 @@ end
 
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 for i = 3, #ARGV, 5 do
-  local _, _, _, existed = delete_entry(KEYS[2], ARGV[i], ARGV[2], ARGV[i + 1])
+  local _, _, existed = delete_entry(KEYS[2], ARGV[i], ARGV[2], ARGV[i + 1])
   -- What was deleted before, or lost by Redis together with its entry, is not counted any more.
   if existed and whole(ARGV[i + 2], 0) > 0 then leave_queue(KEYS[2], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]) end
   if existed and ARGV[i + 1] == HIGHEST then set_back_with_group(ARGV[i], ARGV[2]) end

@@ -8,7 +8,8 @@
 --       needs to continue), id if in the background or '', bound of this tenant's waiting prompt tokens, 1 if the wait is
 --       too long for tenants that hold their even share of the queue or more, bound of the bytes of requests that have not
 --       ended or are kept behind it, bound of this tenant's (0: no bound), bytes of it that stay
---       for KEPT_MS behind its end, bytes that its gateway holds until its end
+--       for KEPT_MS behind its end, bytes that its gateway holds until its end, name of the grammar and its text ('', '' if
+--       inside the request)
 -- Returns for each request: {ok, entry id, requests and tokens that the key has left (-1: no limit)} | {duplicate, state}
 --       | {full, waiting tokens} | {tenant, its waiting tokens, waiting tenants} | {late} | {rate, retry ms, limit}
 --       | {memory, bytes used, bound in bytes} | {bytes, held bytes, bytes of this request, ms, waiting tokens}
@@ -16,7 +17,7 @@
 -- ms: until enough of what is kept has gone, and where more is needed until the last of it; 0: the ends of requests free
 -- enough
 local queue, ttl, gateway, share = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
-local PER_KEYS, PER_ARGV = 4, 18
+local PER_KEYS, PER_ARGV = 4, 20
 local KEPT_MS = 300000  -- the lifetime of what is read behind the end of a request
 local LONG_DELIVERY = 8192  -- bytes from which a delivery is counted behind the end, such as one with texts to echo
 local time = redis.call('TIME')
@@ -49,7 +50,8 @@ local function expires_ms(held, wanted, tenant)
 end
 
 local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, most_tokens, cost, per_request, per_token,
-  most, tenant, class, delivery, background, tenant_tokens, is_late, most_bytes, tenant_most_bytes, kept_bytes, gateway_bytes)
+  most, tenant, class, delivery, background, tenant_tokens, is_late, most_bytes, tenant_most_bytes, kept_bytes, gateway_bytes,
+  grammar, text)
   local state = redis.call('HGET', req, 'state')
   if state then return {'duplicate', state} end
 
@@ -66,30 +68,18 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   -- Bytes as they lie in Redis until the request ends: message, prompts, and the record with its keys and fields. The
   -- conversation that its gateway holds comes to Redis at its end.
   local bytes = #request + #prompts + #delivery + 2048 + kept_bytes + gateway_bytes
-  local function exceeds(total, most) return most > 0 and total > 0 and total + bytes > most end
-  local function held_bytes()
-    return whole(redis.call('HGET', queue, 'bytes'), 0), whole(redis.call('HGET', queue .. ':bytes', tenant), 0)
-  end
-  local all_bytes, tenant_bytes = held_bytes()
-  if exceeds(all_bytes, most_bytes) or exceeds(tenant_bytes, tenant_most_bytes) then
-    -- A stream that was deleted leaves the counts of its entries. Without an entry in any stream nothing is held.
-    local entries = redis.call('XLEN', queue .. ':kept')
-    for _, class in ipairs({'realtime', 'high', 'normal', 'low'}) do
-      entries = entries + redis.call('XLEN', string.sub(queue, 1, -#'queue' - 1) .. 'requests:' .. class)
-    end
-    if entries == 0 then
-      redis.call('HDEL', queue, 'bytes')
-      redis.call('DEL', queue .. ':bytes')
-      all_bytes, tenant_bytes = held_bytes()
-    end
-  end
+  -- The text of a grammar counts with the first request that has it.
+  local added = bytes + (grammar ~= '' and grammar_bytes(queue, grammar) == 0 and #text or 0)
+  local function exceeds(total, most) return most > 0 and total > 0 and total + added > most end
+  local all_bytes = whole(redis.call('HGET', queue, 'bytes'), 0)
+  local tenant_bytes = whole(redis.call('HGET', queue .. ':bytes', tenant), 0)
   if exceeds(all_bytes, most_bytes) then
-    local wanted = math.min(all_bytes, all_bytes + bytes - most_bytes)
-    return {'bytes', all_bytes, bytes, expires_ms(all_bytes, wanted), waiting}
+    local wanted = math.min(all_bytes, all_bytes + added - most_bytes)
+    return {'bytes', all_bytes, added, expires_ms(all_bytes, wanted), waiting}
   end
   if exceeds(tenant_bytes, tenant_most_bytes) then
-    local wanted = math.min(tenant_bytes, tenant_bytes + bytes - tenant_most_bytes)
-    return {'tenant bytes', tenant_bytes, bytes, expires_ms(tenant_bytes, wanted, tenant), held, waiters}
+    local wanted = math.min(tenant_bytes, tenant_bytes + added - tenant_most_bytes)
+    return {'tenant bytes', tenant_bytes, added, expires_ms(tenant_bytes, wanted, tenant), held, waiters}
   end
 
   -- In a long queue only tenants that hold their even share or more are refused.
@@ -122,7 +112,7 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
 
   if prompts ~= '' then redis.call('SET', prompt, prompts, 'PX', ttl) end
   local kept = kept_bytes + (#delivery > LONG_DELIVERY and #delivery or 0)
-  local entry = add_entry(queue, stream, request, tenant, bytes, kept)
+  local entry = add_entry(queue, stream, request, tenant, bytes, kept, grammar, text)
   redis.call('HSET', req, 'state', 'queued', 'tenant', tenant, 'gateway', gateway, 'class', class,
     'tokens', tokens, 'enqueued_ms', now, 'attempts', 0, 'stream', stream, 'entry', entry, 'delivery', delivery)
   if background ~= '' then
@@ -140,7 +130,20 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   return {'ok', entry, left_requests, left_tokens}
 end
 
+-- A stream that was deleted leaves the counts of its entries and their grammars, and a deleted text leaves its bytes.
+-- Without an entry in any stream nothing is held.
+local function forget_lost()
+  local entries = redis.call('XLEN', queue .. ':kept')
+  for _, class in ipairs({'realtime', 'high', 'normal', 'low'}) do
+    entries = entries + redis.call('XLEN', string.sub(queue, 1, -#'queue' - 1) .. 'requests:' .. class)
+  end
+  if entries > 0 then return end
+  redis.call('HDEL', queue, 'bytes')
+  redis.call('DEL', queue .. ':bytes', queue .. ':grammars')
+end
+
 count_expired(queue, now - KEPT_MS, now + KEPT_MS)
+pcall(forget_lost)  -- a key of another type keeps it from nothing but this
 local answers = {}
 for i = 0, (#KEYS - 3) / PER_KEYS - 1 do
   local k, a = 3 + i * PER_KEYS, 3 + i * PER_ARGV
@@ -148,7 +151,7 @@ for i = 0, (#KEYS - 3) / PER_KEYS - 1 do
     tonumber(ARGV[a + 3]), tonumber(ARGV[a + 4]), tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), tonumber(ARGV[a + 7]),
     tonumber(ARGV[a + 8]), ARGV[a + 9], ARGV[a + 10], ARGV[a + 11], ARGV[a + 12], tonumber(ARGV[a + 13]),
     ARGV[a + 14] == '1', tonumber(ARGV[a + 15]), tonumber(ARGV[a + 16]), tonumber(ARGV[a + 17]),
-    tonumber(ARGV[a + 18]))
+    tonumber(ARGV[a + 18]), ARGV[a + 19], ARGV[a + 20])
   if not done then answer = {'error', type(answer) == 'table' and answer.err or tostring(answer)} end
   answers[i + 1] = answer
 end

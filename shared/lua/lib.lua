@@ -62,6 +62,7 @@ end
 
 -- Counts bytes of a tenant's requests that have not ended, in total and by tenant.
 local function count_bytes(queue, tenant, bytes)
+  if bytes == 0 then return end
   local tenants = queue .. ':bytes'
   if count(tenants, tenant, bytes) <= 0 then redis.call('HDEL', tenants, tenant) end
   if count(queue, 'bytes', bytes) < 0 then redis.call('HSET', queue, 'bytes', 0) end
@@ -103,23 +104,64 @@ local function count_expired(queue, before, after)
   if future > 0 and future < KEPT_ROWS then set_back(kept) end
 end
 
--- Adds a request to its stream and counts its bytes; returns the id of the entry. The entry carries what was counted, so
--- that `delete_entry` counts the same back, and the part of it that is kept behind the end.
-local function add_entry(queue, stream, request, tenant, bytes, kept)
-  if bytes > 0 then count_bytes(queue, tenant, bytes) end
-  return redis.call('XADD', stream, '*', 'r', request, 'tenant', tenant, 'bytes', bytes, 'kept', kept)
+-- Returns the bytes of a grammar's text that Redis has; 0 where it lacks the text.
+local function grammar_bytes(queue, grammar)
+  return redis.call('HSTRLEN', queue .. ':grammars', 'text:' .. grammar)
 end
 
--- Acknowledges and deletes the entry of a request and counts its bytes back, once: a deleted entry carries none. Returns
--- tenant, bytes, the part of them that is kept, and whether the entry was there.
-local function delete_entry(queue, stream, group, entry)
+-- Counts one more request with a grammar. Its text lies in Redis once, however many requests have it, and its bytes are
+-- counted with it. text: '' where Redis has it.
+local function add_grammar(queue, tenant, grammar, text)
+  local grammars = queue .. ':grammars'
+  count(grammars, 'requests:' .. grammar, 1)
+  if text ~= '' and grammar_bytes(queue, grammar) == 0 then
+    redis.call('HSET', grammars, 'text:' .. grammar, text)
+    count_bytes(queue, tenant, #text)
+  end
+end
+
+-- Counts one request less with a grammar; the text goes with the last one.
+local function drop_grammar(queue, tenant, grammar)
+  local grammars = queue .. ':grammars'
+  if count(grammars, 'requests:' .. grammar, -1) > 0 then return end
+  count_bytes(queue, tenant, -grammar_bytes(queue, grammar))
+  redis.call('HDEL', grammars, 'requests:' .. grammar, 'text:' .. grammar)
+end
+
+-- Adds a request to its stream and counts its bytes; returns the id of the entry. The entry carries what was counted, so
+-- that `delete_entry` counts the same back, the part of it that is kept behind the end, and the name of the grammar if
+-- its text lies apart. text: of that grammar; '' where Redis has it.
+local function add_entry(queue, stream, request, tenant, bytes, kept, grammar, text)
+  local fields = {'r', request, 'tenant', tenant, 'bytes', bytes, 'kept', kept}
+  if grammar ~= '' then
+    fields[9], fields[10] = 'grammar', grammar
+    add_grammar(queue, tenant, grammar, text)
+  end
+  count_bytes(queue, tenant, bytes)
+  local added = redis.pcall('XADD', stream, '*', unpack(fields))
+  if type(added) ~= 'table' then return added end
+  if grammar ~= '' then drop_grammar(queue, tenant, grammar) end
+  count_bytes(queue, tenant, -bytes)
+  return redis.call('XADD', stream, '*', unpack(fields))  -- raises the same error
+end
+
+-- Returns what the entry of a request carries: tenant, bytes, the part of them that is kept, name of its grammar. Of a
+-- deleted entry it is nothing.
+local function read_entry(stream, entry)
   local fields = {}
   for _, row in ipairs(redis.call('XRANGE', stream, entry, entry)) do
     for i = 1, #row[2], 2 do fields[row[2][i]] = row[2][i + 1] end
   end
-  local tenant, bytes = fields.tenant or '', math.max(0, whole(fields.bytes, 0))
-  local kept = math.max(0, whole(fields.kept, 0))
-  if bytes > 0 then count_bytes(queue, tenant, -bytes) end
+  local bytes, kept = math.max(0, whole(fields.bytes, 0)), math.max(0, whole(fields.kept, 0))
+  return fields.tenant or '', bytes, kept, fields.grammar or ''
+end
+
+-- Acknowledges and deletes the entry of a request and counts back what it carries, once. Returns tenant, the bytes that
+-- are kept, and whether the entry was there.
+local function delete_entry(queue, stream, group, entry)
+  local tenant, bytes, kept, grammar = read_entry(stream, entry)
+  count_bytes(queue, tenant, -bytes)
+  if grammar ~= '' then drop_grammar(queue, tenant, grammar) end
   redis.call('XACK', stream, group, entry)
-  return tenant, bytes, kept, redis.call('XDEL', stream, entry) == 1
+  return tenant, kept, redis.call('XDEL', stream, entry) == 1
 end

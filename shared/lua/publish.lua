@@ -118,7 +118,7 @@ local function finish_request(id, stream, entry, given, prompt, lengths, failure
     redis.call('PEXPIRE', prefix .. 'logprobs:' .. id .. ':' .. index - 1, kept)
     redis.call('PEXPIRE', prefix .. 'prompt_logprobs:' .. id .. ':' .. index - 1, kept)
   end
-  local tenant, _, kept_bytes = delete_entry(KEYS[2], stream, group, entry)
+  local tenant, kept_bytes = delete_entry(KEYS[2], stream, group, entry)
   redis.call('DEL', prefix .. 'prompt:' .. id)
   if not unfinished then return end
   if kept_bytes > 0 then kept_behind[#kept_behind + 1] = {id, #counts, tenant} end

@@ -23,7 +23,7 @@ from shared.tasks import end
 from tests.chaos.harness.checker import Violation, check_epochs, check_exits, check_tokens
 from tests.chaos.harness.client import Sessions, session
 from tests.chaos.harness.history import DONE, History, Outcome, Rest
-from tests.chaos.harness.load import Load, templates, undisturbed
+from tests.chaos.harness.load import Load, grammars, templates, undisturbed
 from tests.chaos.harness.rest import epochs, said, settled
 from tests.chaos.harness.run import SETTINGS
 from tests.chaos.harness.stack import REDIS, ChaosStack, until
@@ -150,7 +150,7 @@ class Run:
 
     async def under_load(self, ways: list[Lose], seed: int) -> None:
         async with session() as usual, session(narrow=True) as narrow:
-            chosen = templates(self.stack.name, TOKENS, SEED)[:TEMPLATES]
+            chosen = [*templates(self.stack.name, TOKENS, SEED)[:TEMPLATES], grammars(self.stack.name, SEED)[1]]
             for template in chosen:
                 self.outcomes[template.name] = await undisturbed(usual, self.stack.urls, template)
             load = Load([Sessions(usual, narrow)], self.stack.urls, chosen, seed)

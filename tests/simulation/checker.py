@@ -284,7 +284,7 @@ class Checker:
         for name, value in _pairs(self._call("HGETALL", keys.queue)):
             if int(value) != 0:
                 self.violation(f"queue: {name.decode()} is {int(value)} at the end")
-        for key in (keys.queue_tenants, keys.queue_bytes, keys.dead):
+        for key in (keys.queue_tenants, keys.queue_bytes, keys.queue_grammars, keys.dead):
             if self._call("EXISTS", key):
                 self.violation(f"{key} is left at the end")
         for stream in keys.request_streams():

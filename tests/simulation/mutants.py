@@ -106,7 +106,7 @@ MUTANTS: dict[str, Plant] = {
     "epoch-of-worker-forgotten": _script("lib", "math.max(counted, now, least)", "math.max(counted, now)"),
     "lease-taken-twice": _script("lease", "if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end", ""),
     "started-counted-twice": _script("publish", "if record[2] and not record[1] then", "if record[2] then"),
-    "bytes-not-counted-back": _script("lib", "if bytes > 0 then count_bytes(queue, tenant, -bytes) end", ""),
+    "bytes-not-counted-back": _script("lib", "count_bytes(queue, tenant, -bytes)\n  if grammar", "if grammar"),
     "bucket-not-refunded": _script("publish", "count(bucket, 'running', -1)", ""),
     "entry-not-deleted": _script("lib", "redis.call('XDEL', stream, entry)", ""),
     "record-cut-too-short": _script("publish", "0, 4 * length - 1))", "0, 4 * length - 5))"),

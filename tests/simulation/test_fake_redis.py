@@ -148,6 +148,7 @@ def play(both: Both, seed: int, calls: int) -> None:
                     b"\x00\xffdelivery", draw.choice(["", one]), draw.choice([60, 100]), draw.choice([0, 0, 1]),
                     draw.choice([0, 9000]), draw.choice([0, 5000]),
                     draw.choice([0, 0, 700]), draw.choice([0, 0, 600]),
+                    *draw.choice([("", ""), ("sha256:1", b"text"), ("sha256:2", b"\x00\xffother text")]),
                 ]  # fmt: skip
             for real, fake in zip(*both.script("enqueue", keys, *args), strict=True):
                 if real[0] == b"ok":

@@ -51,6 +51,12 @@ def sample(kv: int, seed: int, position: int, letters: Sequence[int], eos: int) 
     return eos if drawn % 41 == 0 else letters[drawn % 1009 % len(letters)]
 
 
+def grammar_of(seed: int) -> str:
+    """Return the grammar of the requests with a seed, long enough to lie apart from them; empty for half of these."""
+    kind = seed >> 61
+    return f"grammar {kind} " * 120 if kind > 1 else ""
+
+
 def continuation(prompt: Sequence[int], seed: int, count: int, letters: Sequence[int], eos: int) -> list[int]:
     """Return all tokens of a sequence, at most `count`, the end included."""
     kv = functools.reduce(follow, prompt, 0)
@@ -274,6 +280,8 @@ class WorkerProcess:
         if not slow:
             self._copy(run, result)
         for enter in step.enters:
+            if enter.sampling.grammar != grammar_of(enter.sampling.seed):
+                self._violation(f"worker {self.name}: slot {enter.slot} has grammar {enter.sampling.grammar[:80]!r}")
             slots[enter.slot] = _Slot(unpack(enter.tokens).tolist(), unpack(enter.blocks).tolist(), enter.sampling.seed)
         for slot, block in zip(columns["append_slots"], columns["append_blocks"], strict=True):
             slots[slot].blocks.append(block)

@@ -237,13 +237,15 @@ class World:
         self.numbers += 1
         named = draw.random() < 0.5
         prompt = [draw.choice(letters[:3]) for _ in range(draw.choice([1, 3, 9, 20, 40]))]
-        return {
+        fields = {
             "id": f"cmpl-{self.numbers}", "endpoint": "completions", "model": MODEL, "created": 1, "prompts": [prompt],
             "n": draw.choice([1, 1, 1, 2, 3]), "max_tokens": draw.choice([1, 4, 12, 30, 60]), "stop_ids": [eos],
             "sampling": queue_pb2.Sampling(seed=draw.getrandbits(63)), "priority": draw.choice(CLASSES), "stream": True,
             "stop": draw.choice([[], [], ["e"], ["ab", "x"]]),
             "body_sha256": b"x" if named else b"", "background": draw.random() < 0.2,
         }  # fmt: skip
+        fields["sampling"].grammar = worker.grammar_of(fields["sampling"].seed)
+        return fields
 
     async def client(self, at_s: float) -> None:
         """Send one request and see it to its end, at any gateway that answers; or leave."""

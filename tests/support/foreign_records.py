@@ -34,8 +34,10 @@ CONTENT = ("requests", "prompt", "req", "out", "tokens", "logprobs", "prompt_log
 believed, as Redis is trusted. A request without its key is gone: these are never taken away."""
 LEASES = ("lease", "epoch")
 """Kinds that tell which scheduler leads: one that finds them changed ends, and another one starts."""
-QUEUE = ("queue", "queue:bytes", "queue:tenants", "queue:kept")
+QUEUE = ("queue", "queue:bytes", "queue:tenants", "queue:kept", "queue:grammars")
 """A whole number is believed, whatever it is; what is too much of it is refused until an operator deletes the key."""
+BOUND: dict[str, Any] = {"prompt": [5, 6, 97], "guided_choice": ["a" * 600, "b" * 600], "ignore_eos": False}
+"""A request with a grammar that lies apart from it."""
 NOT_TEXT = [text for text in TEXTS if not text.strip().isdigit()]
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "redis.md"
 PLACES = {"class": "normal", "shard": "shard-0", "role": "worker", "tenant": "default", "choice": "0", "prompt": "0"}
@@ -167,9 +169,11 @@ class Client(threading.Thread):
         while not self.stopped.is_set():
             status = 0
             try:
-                response = self._stack.ask(60.0)
+                is_bound = self.count % 2 == 0
+                response = self._stack.ask(60.0, **BOUND) if is_bound else self._stack.ask(60.0)
                 status = response.status_code
-                if status == 200 and response.json()["choices"][0]["token_ids"] != answer(PROMPT, TOKENS):
+                prompt = BOUND["prompt"] if is_bound else PROMPT
+                if status == 200 and response.json()["choices"][0]["token_ids"] != answer(prompt, TOKENS):
                     self.wrong.append(response.text)
             except httpx.ReadTimeout:
                 self.hung += 1
@@ -229,7 +233,15 @@ def run(stack: TokenStack, seconds: float, seed: int, a_round: int = 60) -> tupl
             for status, count in client.ended.items():
                 answers[status] = answers.get(status, 0) + count
         rounds += 1
+    entered = {worker.name: worker.entered for worker in stack.workers}
+    assert all(len(grammars_of(found, BOUND["prompt"])) <= 1 for found in entered.values()), "a grammar was changed"
+    assert "" not in {text for found in entered.values() for text in grammars_of(found, BOUND["prompt"])}
     return attacker.kinds, answers
+
+
+def grammars_of(entered: set[tuple[tuple[int, ...], str]], prompt: list[int]) -> set[str]:
+    """Return the grammars with which a prompt came to a worker."""
+    return {grammar for tokens, grammar in entered if tokens == tuple(prompt)}
 
 
 def _has_ended(stack: TokenStack, clients: list[Client], before: int, leads_anew: bool) -> bool:

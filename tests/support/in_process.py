@@ -73,7 +73,7 @@ def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **samplin
     scored = [1] if drawn.prompt_logprobs else None
     return NewRequest(
         name, [np.array(prompt, np.int32)], max_tokens, n=n, gateway="gateway-0", payload=wire, scored=scored,
-        has_grammar=bool(drawn.grammar),
+        grammar=drawn.grammar,
     )  # fmt: skip
 
 

@@ -220,7 +220,7 @@ def entry_of(
     started: float,
 ) -> Entry:
     """Return what the backlog keeps of a request. started: time.monotonic() at its arrival."""
-    request, prompts = spec.to_request(gateway_id, caller.tenant, caller.salt)
+    request, prompts, grammar = spec.to_request(gateway_id, caller.tenant, caller.salt)
 
     def arguments(left_ms: int) -> list[Value]:
         request.deadline_ms = left_ms  # the client's deadline counts from the arrival here
@@ -228,13 +228,13 @@ def entry_of(
             request.SerializeToString(), prompts, spec.prompt_tokens, bounds.class_tokens, spec.cost_tokens,
             *caller.rates.arguments, caller.tenant, spec.priority, delivery, spec.id if spec.background else "",
             bounds.tenant_tokens, int(bounds.is_late), bounds.class_bytes, bounds.tenant_bytes,
-            spec.kept_bytes, spec.conversation_bytes,
+            spec.kept_bytes, spec.conversation_bytes, request.sampling.grammar if grammar else "", grammar,
         ]  # fmt: skip
 
     return Entry(
         tenant=caller.tenant,
         priority=CLASSES.index(spec.priority),
-        size_bytes=request.ByteSize() + len(prompts) + len(delivery) + spec.conversation_bytes,
+        size_bytes=request.ByteSize() + len(prompts) + len(grammar) + len(delivery) + spec.conversation_bytes,
         survives=spec.survives_client,
         expires_at=started + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,
         answer=asyncio.get_running_loop().create_future(),

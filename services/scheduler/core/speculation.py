@@ -517,7 +517,7 @@ class Speculation:
         self._index.clear(rows)
         for row in rows.tolist():
             request: NewRequest = table.request[row]
-            willing = request.speculate and (not request.has_grammar or self._limits.masks_behind_drafts)
+            willing = request.speculate and (not request.grammar or self._limits.masks_behind_drafts)
             self._willing[row], self._predicted[row] = willing, request.prediction.size > 0
             self._share[row] = INITIAL_SHARE if self._predicted[row] else self._history.share(request.tenant)
             if willing and request.prediction.size:

@@ -65,7 +65,7 @@ class NewRequest:
     adapter: bytes = b""  # digest of its LoRA adapter; empty: the base model. It is part of `salt`
     payload: Any = None  # opaque; comes back in Enter (the service keeps sampling here)
     speculate: bool = True  # whether its next tokens may be guessed
-    has_grammar: bool = False  # whether each token needs a mask
+    grammar: str = ""  # opaque; comes back in Enter. With one each token needs a mask
     prediction: Int32 = field(default_factory=lambda: EMPTY)  # what its output probably is
     # Per prompt, how many of its first tokens have recorded log-probabilities: 1 at first, as the very first has none.
     # None: none are wanted. The first choice of each prompt computes them.

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from redis.exceptions import ResponseError
 from protos import queue_pb2
 from services.scheduler.core.types import EMPTY, MAX_STOP_IDS, Finish, Int32, NewRequest
 from shared.dead_letters import DeadLetters, integer, remove_foreign, text
-from shared.keys import CLASSES, GROUP, Keys
+from shared.keys import CLASSES, GROUP, Keys, grammar_name, is_grammar_name
 from shared.lease import Lease
 from shared.models.adapters import DIGEST_BYTES
 from shared.redis_client import BLOCK_MS, GONE, HIGHEST_ID, WRONG_TYPE, Scripts, Value
@@ -83,6 +85,9 @@ MOST_POOLING = 2
 MAX_MS = 1 << 43
 """A time of Redis's clock beyond this is none."""
 
+MOST_GRAMMARS = 256
+"""Texts that are kept here beside those of held requests; 64 KiB each at most."""
+
 _NO_PROMPT = np.zeros(1, np.int32)
 """The prompt of a request that ends with an error before it runs."""
 
@@ -104,7 +109,7 @@ class Clock:
 
 
 def decode(
-    wire: queue_pb2.Request, prompts: queue_pb2.Prompts, enqueued_ms: int, gateway: str, clock: Clock
+    wire: queue_pb2.Request, prompts: queue_pb2.Prompts, grammar: str, enqueued_ms: int, gateway: str, clock: Clock
 ) -> NewRequest:
     """Return the core's form of a request. enqueued_ms: of Redis's clock; gateway: the one that delivers it now.
 
@@ -165,7 +170,7 @@ def decode(
         salt=wire.cache_salt + wire.adapter,
         adapter=wire.adapter,
         speculate=wire.speculate,
-        has_grammar=bool(wire.sampling.grammar),
+        grammar=grammar,
         prediction=prediction,
         scored=[1] * len(arrays) if sampling.prompt_logprobs else None,
         payload=wire,
@@ -204,6 +209,7 @@ class Intake:
         self._lease = lease
         self._clock = clock
         self._streams = keys.request_streams()
+        self._grammars: OrderedDict[str, str] = OrderedDict()  # texts by name, the one used last at the end
 
     async def prepare(self) -> None:
         """Create the consumer group on the stream of each class, once for all shards."""
@@ -326,7 +332,8 @@ class Intake:
         try:
             if entry.request.prompts_apart:
                 prompts = queue_pb2.Prompts.FromString(stored or b"")
-            return Claimed(entry, decode(entry.request, prompts, enqueued_ms, gateway, self._clock), cancelled)
+            grammar = await self._grammar(entry.request)
+            return Claimed(entry, decode(entry.request, prompts, grammar, enqueued_ms, gateway, self._clock), cancelled)
         except (ValueError, DecodeError) as bad:
             error = f"request cannot be served: {bad}"
             placeholder = NewRequest(
@@ -338,16 +345,35 @@ class Intake:
             )
             return Claimed(entry, placeholder, cancelled, error)
 
+    async def _grammar(self, request: queue_pb2.Request) -> str:
+        """Return the text of a request's grammar, one object for all requests of the tenant with it. Raise ValueError
+        where Redis lacks the text.
+        """
+        name = request.sampling.grammar
+        if not is_grammar_name(name):
+            return name
+        if name not in self._grammars:
+            key = self._keys.queue_grammars
+            stored = await self._reply(key, "hget", f"text:{name}")
+            found = None if stored is None else self._letters.read(key, stored, partial(_grammar, request.tenant, name))
+            if found is None:
+                raise ValueError("grammar: Redis has lost its text; send the request again")
+            self._grammars[name] = found
+            if len(self._grammars) > MOST_GRAMMARS:
+                self._grammars.popitem(last=False)
+        self._grammars.move_to_end(name)
+        return self._grammars[name]
+
     async def _read_tails(self, requests: list[NewRequest], gateways: set[str]) -> None:
         for gateway in sorted(gateways):
             key = self._keys.tokens(gateway)
             rows = await self._reply(key, "xrange") or []
             extend(requests, self._letters.read_all(key, (fields for _, fields in rows), decode_batch))
 
-    async def _reply(self, key: str, command: str) -> Any:
+    async def _reply(self, key: str, command: str, *words: Value) -> Any:
         """Return the answer of a command on one key; None where the key has another type."""
         pipe: Any = self._redis.pipeline(transaction=False)
-        getattr(pipe, command)(key)
+        getattr(pipe, command)(key, *words)
         (reply,) = await pipe.execute(raise_on_error=False)
         return self._letters.read(key, reply, lambda found: found)
 
@@ -404,6 +430,14 @@ class Intake:
 def _request(fields: dict[bytes, bytes]) -> queue_pb2.Request:
     """Return the message of a stream entry."""
     return queue_pb2.Request.FromString(fields[b"r"])
+
+
+def _grammar(tenant: str, name: str, stored: bytes) -> str:
+    """Return the text of a grammar. Raises ValueError for another text than that of the name."""
+    grammar = stored.decode()
+    if grammar_name(tenant, grammar) != name:
+        raise ValueError(f"{len(stored)} bytes, which are not the text of {name}")
+    return grammar
 
 
 def _finish(value: bytes | None) -> Finish:

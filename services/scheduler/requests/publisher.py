@@ -191,7 +191,7 @@ def _end(finished: FinishedRequest, entry: Entry) -> list[Value]:
 def written_keys(keys: Keys, outcomes: list[Outcome]) -> dict[str, str]:
     """Return the type of each key that publish.lua writes for some outcomes."""
     types = {keys.queue: "hash", keys.queue_tenants: "hash", keys.queue_bytes: "hash"}
-    types[keys.queue_kept] = "stream"
+    types |= {keys.queue_grammars: "hash", keys.queue_kept: "stream"}
     for outcome in outcomes:
         types |= dict.fromkeys(map(keys.tokens, outcome.gateways), "stream")
         names = {request.id for request in outcome.requests} | {each[0] for each in outcome.checkpoints}

@@ -13,8 +13,12 @@ from shared.text.logprobs import split_records
 from shared.wire.columns import pack, unpack
 
 _OF_WORKER = worker_pb2.Sampling.DESCRIPTOR.fields_by_name
-SAMPLING_FIELDS = [field.name for field in queue_pb2.Sampling.DESCRIPTOR.fields if field.name in _OF_WORKER]
-"""Fields that both protos have: a new one passes from the request to the worker by its name."""
+SAMPLING_FIELDS = [
+    field.name for field in queue_pb2.Sampling.DESCRIPTOR.fields if field.name in _OF_WORKER and field.name != "grammar"
+]
+"""Fields that both protos have: a new one passes from the request to the worker by its name. The text of a grammar may
+lie apart from its request.
+"""
 
 
 def limits_from_wire(
@@ -63,7 +67,7 @@ def identity_of(info: worker_pb2.WorkerInfo) -> str:
 
 
 def sampling_of(request: queue_pb2.Request, choice: int) -> worker_pb2.Sampling:
-    """Return the sampling of one choice. Choice i uses seed + i, so that the n choices differ."""
+    """Return the sampling of one choice, without its grammar. Choice i uses seed + i, so that the n choices differ."""
     sampling = worker_pb2.Sampling(**{name: getattr(request.sampling, name) for name in SAMPLING_FIELDS})
     sampling.seed = (request.sampling.seed + choice) & 0xFFFFFFFFFFFFFFFF
     if choice % max(request.n, 1):
@@ -74,6 +78,8 @@ def sampling_of(request: queue_pb2.Request, choice: int) -> worker_pb2.Sampling:
 
 def _enter(enter: Enter) -> worker_pb2.Enter:
     request: queue_pb2.Request = enter.request.payload
+    sampling = sampling_of(request, enter.choice)
+    sampling.grammar = enter.request.grammar
     segments = unpack(request.segments)
     return worker_pb2.Enter(
         slot=enter.slot,
@@ -81,7 +87,7 @@ def _enter(enter: Enter) -> worker_pb2.Enter:
         prompt_tokens=enter.prompt_tokens,
         computed=enter.computed,
         blocks=pack(enter.blocks),
-        sampling=sampling_of(request, enter.choice),
+        sampling=sampling,
         tenant=enter.tenant,
         scored=enter.scored,
         adapter=enter.adapter,

@@ -92,7 +92,9 @@ def templates(model: str, tokens: int, seed: int) -> list[Template]:
 
 
 def grammars(model: str, seed: int) -> list[Template]:
-    """Sampled answers that a grammar binds and ends: a pattern in a stream, a JSON schema in a whole answer."""
+    """Sampled answers that a grammar binds and ends: a pattern in a stream, a JSON schema in a whole answer. The
+    text of the schema is so long that it lies in Redis apart from its requests.
+    """
     rng = random.Random(seed)
     number = {"type": "integer", "minimum": 0, "maximum": 9999}
     properties = {
@@ -101,6 +103,7 @@ def grammars(model: str, seed: int) -> list[Template]:
         "counts": {"type": "array", "items": number, "minItems": 3, "maxItems": 8},
     }
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    schema["description"] = "An animal or a thing, and three to eight counts. " * 40
     common = {
         "model": model, "prompt": [rng.randrange(300, 1900) for _ in range(30)], "max_tokens": GRAMMAR_TOKENS,
         "temperature": 0.9, "seed": rng.randrange(1 << 31), "return_token_ids": True,

@@ -168,7 +168,7 @@ def test_tokens_are_the_same_behind_drafts(
     monkeypatch.setattr(crowded.slots, "drop_drafts", lambda slots: (dropped.append(slots.size), drop(slots)))
     if masks_are_late:
         wait_for_no_mask(crowded, monkeypatch, 0.002)
-    predicted = [request for request in requests(COUNT) if request.has_grammar]
+    predicted = [request for request in requests(COUNT) if request.grammar]
     for request in predicted:
         output = np.array(alone.tokens[request.id, 0], np.int32)
         output[4::5] += 1

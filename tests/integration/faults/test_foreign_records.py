@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from redis.exceptions import ResponseError
 
 from tests.support.broken_records import BORDERS, Borders
-from tests.support.foreign_records import documented, run
+from tests.support.foreign_records import BOUND, documented, grammars_of, run
 from tests.support.stack import RedisServer
-from tests.support.stand_ins.token_stack import TokenStack
+from tests.support.stand_ins.token_stack import PROMPT, TOKENS, TokenStack
 from tests.support.stand_ins.token_worker import answer
 from tests.support.waiting import until
 
@@ -65,6 +68,54 @@ def test_services_go_on_among_mutated_records(stack: TokenStack) -> None:
     kinds, answers = run(stack, 5, seed=20_261_123)
     assert set(kinds) == set(documented()) and len(kinds) > 40
     assert answers.get(200, 0) > 0, answers
+
+
+@pytest.mark.parametrize("way", ["deleted", "another text"])
+def test_request_with_a_lost_grammar_ends_alone(tmp_path: Path, way: str) -> None:
+    """No sequence runs without its grammar, nor with another. A request that comes later brings the text again."""
+    with (
+        RedisServer(tmp_path / "redis") as server,
+        TokenStack(tmp_path / "stack", server) as stack,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        client, keys = server.client, stack.keys
+        worker = stack.worker("worker-a").start()
+        stack.wait_answer(60)
+        lease = client.get(keys.lease("shard-0"))
+        stack.kill_scheduler()
+        client.set(keys.lease("shard-0"), lease)  # the gateway takes requests all the same
+        asked = [pool.submit(_ask_until_taken, stack, **fields) for fields in ({}, BOUND)]
+        until("both are queued", lambda: client.xlen(keys.requests("normal")) == 2)
+        found = client.hgetall(keys.queue_grammars)
+        (name,) = [field for field, text in found.items() if field.startswith(b"text:") and b"a" * 600 in text]
+        if way == "deleted":
+            client.delete(keys.queue_grammars)
+        else:
+            client.hset(keys.queue_grammars, name, found[name].replace(b"a", b"b"))
+        client.delete(keys.lease("shard-0"))
+        stack.start_scheduler()
+        plain, bound = [future.result() for future in asked]
+        assert plain.json()["choices"][0]["token_ids"] == answer(PROMPT, TOKENS), plain.text
+        assert bound.status_code == 500, bound.text
+        assert "grammar: Redis has lost its text; send the request again" in bound.json()["error"]["message"]
+        assert grammars_of(worker.entered, BOUND["prompt"]) == set()
+
+        again = stack.ask(60.0, **BOUND)
+        assert again.json()["choices"][0]["token_ids"] == answer(BOUND["prompt"], TOKENS), again.text
+        assert grammars_of(worker.entered, BOUND["prompt"]) == {found[name].decode()}
+        until("nothing is left", lambda: not client.exists(keys.queue_grammars))
+
+
+def _ask_until_taken(stack: TokenStack, **fields: Any) -> httpx.Response:
+    """Return the answer to a request, which is sent until the gateway sees that a scheduler leads."""
+
+    def taken() -> httpx.Response | None:
+        response = stack.ask(60.0, **fields)
+        return None if response.status_code == 503 else response
+
+    response = until("the gateway takes it", taken)
+    assert response is not None
+    return response
 
 
 HIGHEST = "18446744073709551615-18446744073709551615"

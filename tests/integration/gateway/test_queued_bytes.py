@@ -38,9 +38,9 @@ def attacked(
         yield gateway, scheduler
 
 
-def with_schema(gateway: GatewayProcess, **options: Any) -> httpx.Response:
-    """Send a request of one token with a schema of 40 KB, which runs without its client."""
-    schema = {"type": "string", "enum": [f"{number:05d}" * 20 for number in range(390)]}
+def with_schema(gateway: GatewayProcess, first: int = 0, **options: Any) -> httpx.Response:
+    """Send a request of one token with a schema of 40 KB, which runs without its client. first: number in it."""
+    schema = {"type": "string", "enum": [f"{number:05d}" * 20 for number in range(first, first + 390)]}
     form = {"type": "json_schema", "json_schema": {"name": "big", "schema": schema}}
     body = {"prompt": [5], "max_tokens": 1, "background": True, "response_format": form}
     return gateway.post("/v1/completions", body, **options)
@@ -53,7 +53,7 @@ def test_tenant_that_fills_redis_with_schemas_is_429_alone(
     client, keys = scheduler.client, gateway.keys
     before = client.info("memory")["used_memory"]
     sent = []
-    while (answer := with_schema(gateway)).status_code == 202:
+    while (answer := with_schema(gateway, len(sent))).status_code == 202:
         sent.append(answer.json()["id"])
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (429, "tenant_queue_full"), error
@@ -77,6 +77,23 @@ def test_tenant_that_fills_redis_with_schemas_is_429_alone(
     assert (client.hget(keys.queue, "bytes"), client.hgetall(keys.queue_bytes)) == (b"0", {})
     assert with_schema(gateway).status_code == 202
     scheduler.serve(scheduler.claim(), [50])
+
+
+def test_schema_of_many_requests_counts_once(attacked: tuple[GatewayProcess, ScriptedScheduler]) -> None:
+    gateway, scheduler = attacked
+    client, keys = scheduler.client, gateway.keys
+    before = client.info("memory")["used_memory"]
+    sent = [with_schema(gateway).json()["id"] for _ in range(100)]
+    other = with_schema(gateway, key=OTHER).json()["id"]
+    held = [int(size) for size in client.hgetall(keys.queue_bytes).values()]
+    assert 40_000 < min(held) < 50_000 < max(held) < 40_000 + 100 * 3000, "each tenant has a text of its own"
+    assert sum(held) == int(client.hget(keys.queue, "bytes"))
+    assert client.info("memory")["used_memory"] - before < 1.25 * sum(held)
+    for request_id in [*sent, other]:
+        claimed = scheduler.claim()
+        assert claimed.id == request_id
+        scheduler.serve(claimed, [50])
+    assert (client.hget(keys.queue, "bytes"), client.exists(keys.queue_bytes, keys.queue_grammars)) == (b"0", 0)
 
 
 LOGPROBS = {"max_tokens": 100, "logprobs": 20}

@@ -64,6 +64,7 @@ async def enqueue_all(
             "request": b"payload", "prompts": b"", "tokens": 10, "most": 100, "cost": 30, "rpm": 0, "tpm": 0,
             "concurrent": 0, "tenant": "alice", "class": "normal", "delivery": b"go on", "background": "",
             "of_tenant": 100, "late": 0, "most_bytes": 0, "tenant_bytes": 0, "kept": 0, "conversation": 0,
+            "grammar": "", "text": "",
         } | changes  # fmt: skip
         keys += [KEYS.req(name), KEYS.requests(values["class"]), KEYS.bucket("alice"), KEYS.prompt(name)]
         arguments += values.values()

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from protos import queue_pb2
 from services.gateway.request import KEPT_KEY_BYTES
 from services.scheduler.requests.intake import Clock, Intake
-from shared.keys import GROUP
+from shared.keys import GROUP, grammar_name
 from shared.lease import Lease
 from shared.redis_client import KEPT_TTL_MS, Scripts
+from shared.wire.columns import pack
 from tests.integration.redis.script_calls import (
     KEYS,
     SHARD,
@@ -106,6 +108,7 @@ async def test_error_of_redis_leaves_the_others_of_the_call_alone(client: Redis,
     assert await client.xlen(KEYS.requests("normal")) == 2
 
 
+HIGHEST = "18446744073709551615-18446744073709551615"
 SIZE = len(b"payload" + b"go on") + 2048
 """Bytes of a request of `enqueue`."""
 
@@ -243,13 +246,100 @@ async def test_bytes_of_a_deleted_stream_are_forgotten(client: Redis, scripts: S
     assert await counted(client) == (SIZE, {b"alice": b"%d" % SIZE})
 
 
+TEXT = b"t" * 5000
+"""Of a grammar that lies apart from its requests."""
+FIELDS = [b"requests:sha256:a", b"text:sha256:a"]
+
+
+def bound(**changes: Any) -> dict[str, Any]:
+    """Return the fields of a request of one token with a grammar."""
+    return {"tokens": 1, "grammar": "sha256:a", "text": TEXT} | changes
+
+
+async def grammars(client: Redis) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] = await client.hgetall(KEYS.queue_grammars)
+    return found
+
+
+async def ended(client: Redis, scripts: Scripts, epoch: int, name: str, entry: bytes) -> None:
+    """End a request, by a call that is repeated: it counts once."""
+    for _ in range(2):
+        row = [name, KEYS.requests("normal"), entry, "2", 1, "0", ""]
+        await publish(scripts, publication(epoch, [], [], [name], row))
+
+
+async def test_grammar_lies_in_redis_once_until_its_last_request_ends(client: Redis, scripts: Scripts) -> None:
+    epoch = await lease(scripts, "acquire")
+    a, b = await enqueue_all(scripts, {"a": bound(), "b": bound()}, share=1.0)
+    assert (a[0], b[0]) == (b"ok", b"ok")
+    assert await grammars(client) == dict(zip(FIELDS, [b"2", TEXT], strict=True))
+    assert await counted(client) == (2 * SIZE + 5000, {b"alice": b"%d" % (2 * SIZE + 5000)})
+    await ended(client, scripts, epoch, "a", a[1])
+    assert await grammars(client) == dict(zip(FIELDS, [b"1", TEXT], strict=True))
+    await ended(client, scripts, epoch, "b", b[1])
+    assert await grammars(client) == {}
+    kept = int(await client.hget(KEYS.queue, "bytes") or 0)
+    assert kept == 0, "the text is counted back"
+
+
+async def test_grammar_counts_with_the_request_that_brings_it(client: Redis, scripts: Scripts) -> None:
+    bounds = {"tenant_bytes": 2 * SIZE + 5000}
+    assert (await enqueue(scripts, "small", tokens=1))[0] == b"ok"
+    assert (await enqueue(scripts, "a", **bound(tenant_bytes=2 * SIZE + 4999)))[:3] == [
+        b"tenant bytes", SIZE, SIZE + 5000,
+    ]  # fmt: skip
+    assert await grammars(client) == {}, "a refused request leaves nothing"
+    assert (await enqueue(scripts, "a", **bound(**bounds)))[0] == b"ok"
+    assert (await enqueue(scripts, "b", **bound(**bounds)))[:3] == [b"tenant bytes", 2 * SIZE + 5000, SIZE]
+    assert (await enqueue(scripts, "b", **bound(tenant_bytes=3 * SIZE + 5000)))[0] == b"ok"
+
+
+async def test_scheduler_keeps_one_text_of_many_requests(client: Redis, scripts: Scripts) -> None:
+    held = Lease(scripts, KEYS, SHARD, 5000)
+    await held.take()
+    intake = Intake(client, client, scripts, KEYS, SHARD, held, Clock())
+    await intake.prepare()
+    text = "a" * 2000
+    for name in ("first", "second"):
+        wire = queue_pb2.Request(id=name, tenant="alice", n=1, max_tokens=1)
+        wire.prompts.tokens.append(pack([5]))
+        wire.sampling.grammar = grammar_name("alice", text)
+        request = wire.SerializeToString()
+        await enqueue(scripts, name, request=request, grammar=wire.sampling.grammar, text=text)
+    first, second = await intake.read([9, 9, 9, 9])
+    assert (first.error, second.error, first.request.grammar) == ("", "", text)
+    assert second.request.grammar is first.request.grammar
+
+
+async def test_text_that_redis_lost_comes_again_with_the_next_request(client: Redis, scripts: Scripts) -> None:
+    """A count without its text, or of no number, costs the request that it names and no other."""
+    await enqueue(scripts, "a", **bound())
+    await client.hdel(KEYS.queue_grammars, FIELDS[1])
+    await client.hset(KEYS.queue_grammars, FIELDS[0], "x")
+    await enqueue(scripts, "b", **bound())
+    assert await grammars(client) == dict(zip(FIELDS, [b"1", TEXT], strict=True))
+
+
+async def test_grammars_of_deleted_streams_are_forgotten(client: Redis, scripts: Scripts) -> None:
+    bounds = {"tokens": 1, "most_bytes": SIZE, "tenant_bytes": SIZE}
+    await enqueue(scripts, "a", **bound(**bounds))
+    await client.delete(KEYS.requests("normal"))
+    assert (await enqueue(scripts, "b", **bounds))[0] == b"ok"
+    assert (await counted(client), await grammars(client)) == ((SIZE, {b"alice": b"%d" % SIZE}), {})
+
+
+async def test_request_that_its_stream_refuses_leaves_no_count(client: Redis, scripts: Scripts) -> None:
+    await client.xadd(KEYS.requests("normal"), {"x": "y"}, id=HIGHEST)
+    assert (await enqueue(scripts, "a", **bound()))[0] == b"error"
+    assert (await counted(client), await grammars(client)) == ((0, {}), {})
+
+
 async def test_stream_with_the_highest_id_goes_on_with_what_is_pending(client: Redis, scripts: Scripts) -> None:
     epoch, stream, entry = await claimed(client, scripts)
-    highest = "18446744073709551615-18446744073709551615"
-    await client.xadd(stream, {"x": "y"}, id=highest)
+    await client.xadd(stream, {"x": "y"}, id=HIGHEST)
     await client.xreadgroup(GROUP, SHARD, {stream: ">"})
     assert (await enqueue(scripts, "a", tokens=1))[0] == b"error"
-    await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, stream, highest, 0, "normal", ""])
+    await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, stream, HIGHEST, 0, "normal", ""])
     answer = await enqueue(scripts, "a", tokens=1)
     assert answer[0] == b"ok"
     assert [name for name, _ in await client.xrange(stream)] == [entry.encode(), answer[1]]

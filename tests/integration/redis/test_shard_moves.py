@@ -15,9 +15,9 @@ from redis.asyncio import Redis
 
 from protos import queue_pb2
 from services.scheduler.requests.handover import RequestHandover
-from services.scheduler.requests.intake import Clock, Entry, Intake
+from services.scheduler.requests.intake import Claimed, Clock, Entry, Intake
 from shared.errors import LeaseLostError
-from shared.keys import GROUP
+from shared.keys import GROUP, grammar_name
 from shared.lease import Lease
 from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings
@@ -73,12 +73,15 @@ class World:
             id=name, tenant="alice", gateway="g", prompts=queue_pb2.Prompts(tokens=[pack([5] * 10)]), n=1, max_tokens=9
         )
         setattr(wire, "class", 2)
+        text = self.chance.choice(["", "one " * 300, "another " * 300])
+        wire.sampling.grammar = grammar = grammar_name("alice", text) if text else ""
         reply = await enqueue(self.scripts, name, request=wire.SerializeToString(), most=1 << 30, of_tenant=1 << 30,
-                              concurrent=1 << 20)  # fmt: skip
+                              concurrent=1 << 20, grammar=grammar, text=text)  # fmt: skip
         assert reply[0] == b"ok"
 
     async def read(self, process: Process) -> None:
         for item in await process.intake.read([2, 2, 2, 2], one=True):
+            self.check_grammar(item)
             process.held[item.request.id] = item.entry
 
     async def strand(self, process: Process) -> None:
@@ -89,11 +92,17 @@ class World:
         def add(found: list[Any]) -> None:
             for item in found:
                 assert item.request.id not in process.held
+                self.check_grammar(item)
                 process.held[item.request.id] = item.entry
                 if item.request.outputs[0].size:
                     process.begun.add(item.request.id)
 
         await process.intake.pending(process.held, add)
+
+    def check_grammar(self, item: Claimed) -> None:
+        name = item.entry.request.sampling.grammar
+        assert not item.error
+        assert name == (grammar_name("alice", item.request.grammar) if item.request.grammar else "")
 
     async def publish(self, process: Process, end: bool) -> None:
         if not process.held:
@@ -202,7 +211,13 @@ class World:
         assert int(queue.get(b"requests", 0)) == waiting
         assert int(queue.get(b"tokens", 0)) == int(queue.get(b"tokens:normal", 0)) == 10 * waiting
         assert int(await self.redis.hget(KEYS.queue_tenants, "alice") or 0) == 10 * waiting
-        stored = sum(int(row[b"bytes"]) for _, row in rows)
+        named = Counter(row[b"grammar"] for _, row in rows if b"grammar" in row)
+        found = await self.redis.hgetall(KEYS.queue_grammars)
+        texts = {name.removeprefix(b"text:"): text for name, text in found.items() if name.startswith(b"text:")}
+        assert texts.keys() == named.keys()
+        assert {b"requests:" + name: b"%d" % count for name, count in named.items()}.items() <= found.items()
+        assert len(found) == 2 * len(named)
+        stored = sum(int(row[b"bytes"]) for _, row in rows) + sum(map(len, texts.values()))
         assert int(queue.get(b"bytes", 0)) == int(await self.redis.hget(KEYS.queue_bytes, "alice") or 0) == stored
         assert int(await self.redis.hget(KEYS.bucket("alice"), "running") or 0) == len(live)
 

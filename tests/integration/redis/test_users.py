@@ -18,7 +18,8 @@ from tests.support.stack import RedisServer
 KEYS = Keys("demo-model")
 BOTH = {
     KEYS.requests("normal"), KEYS.prompt("x"), KEYS.req("x"), KEYS.out("x", 0), KEYS.queue, KEYS.queue_tenants,
-    KEYS.queue_bytes, KEYS.queue_kept, KEYS.bucket("k"), KEYS.tokens("g"), KEYS.control("s"), KEYS.dead,
+    KEYS.queue_bytes, KEYS.queue_grammars, KEYS.queue_kept, KEYS.bucket("k"), KEYS.tokens("g"), KEYS.control("s"),
+    KEYS.dead,
 }  # fmt: skip
 OF_SHARDS = {
     KEYS.logprobs("x", 0), KEYS.lease("s"), KEYS.epoch, KEYS.shard_epoch("s"), KEYS.policy("s"), KEYS.lengths("s"),

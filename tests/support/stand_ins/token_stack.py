@@ -83,12 +83,17 @@ class TokenStack:
         assert self.gateway.process.poll() is None, f"the gateway ended:\n{self.gateway.log()[-4000:]}"
 
     def ask(
-        self, seconds: float = 30.0, prompt: list[int] = PROMPT, tokens: int = TOKENS, key: str = ""
+        self,
+        seconds: float = 30.0,
+        prompt: list[int] = PROMPT,
+        tokens: int = TOKENS,
+        key: str = "",
+        **fields: Any,
     ) -> httpx.Response:
         """Send a request and return its answer. key: of idempotence; sent again, the answer is read from its record."""
         body = {
             "model": self.gateway.name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True,
+            "return_token_ids": True, **fields,
         }  # fmt: skip
         url = self.gateway.url + "/v1/completions"
         headers = self.gateway.headers() | ({"Idempotency-Key": key} if key else {})

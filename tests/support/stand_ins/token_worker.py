@@ -48,6 +48,7 @@ class TokenWorker(worker_pb2_grpc.WorkerServicer):
         self.spoil: Callable[[worker_pb2.Result], None] = lambda _: None
         self.runs = 0
         self._left: int | None = None  # results until it holds the next one back; None: it does not
+        self.entered: set[tuple[tuple[int, ...], str]] = set()  # prompts and their grammars, which it follows in no way
         self.address = ""
         self._loop = asyncio.new_event_loop()
         self._up = threading.Event()
@@ -116,6 +117,7 @@ class TokenWorker(worker_pb2_grpc.WorkerServicer):
                 continue
             for enter in step.enters:
                 tokens[enter.slot] = unpack(enter.tokens).tolist()
+                self.entered.add((tuple(tokens[enter.slot][: enter.prompt_tokens]), enter.sampling.grammar))
             sampled = []
             chunks = zip(*map(unpack, (step.chunk_slots, step.chunk_starts, step.chunk_lengths)), strict=True)
             for slot, start, length in chunks:

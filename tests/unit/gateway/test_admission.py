@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from protos import queue_pb2
 from services.gateway import admission
 from services.gateway.admission import (
     HORIZON_S,
@@ -20,11 +21,12 @@ from services.gateway.admission import (
 )
 from services.gateway.auth import Caller
 from services.gateway.cluster import Forecast, Snapshot
-from services.gateway.delivery.dispatcher import entry_of
+from services.gateway.delivery.dispatcher import Entry, entry_of
 from services.gateway.errors import ApiError
 from services.gateway.kserve.tensors import body_of
 from services.gateway.request import CLASS_SHARES, GenerationSpec, content_of
-from shared.keys import CLASSES, Keys
+from shared.keys import CLASSES, Keys, grammar_name
+from shared.redis_client import GRAMMAR_APART_BYTES
 from shared.settings import DEMO_MODEL, GatewaySettings
 from tests.support import generations
 
@@ -226,6 +228,22 @@ async def test_conversation_counts_in_the_backlog() -> None:
         return entry_of(Keys("c"), "g", asked, Caller("t"), b"", bounds(asked), 0.0).size_bytes
 
     assert size_bytes(spec(conversation_bytes=5000)) - size_bytes(spec()) == 5000
+
+
+@pytest.mark.parametrize(("size", "is_apart"), [(GRAMMAR_APART_BYTES, False), (GRAMMAR_APART_BYTES + 1, True)])
+async def test_long_grammar_goes_to_redis_by_name(size: int, is_apart: bool) -> None:
+    text = "g" * size
+
+    def entry(tenant: str) -> Entry:
+        asked = spec(sampling=queue_pb2.Sampling(seed=7, grammar=text))
+        return entry_of(Keys("c"), "g", asked, Caller(tenant), b"", bounds(asked), 0.0)
+
+    request, *_, name, kept = entry("alice").arguments(0)
+    wire = queue_pb2.Request.FromString(request)
+    assert (name, kept) == ((grammar_name("alice", text), text) if is_apart else ("", ""))
+    assert wire.sampling.grammar == (name or text) and wire.sampling.seed == 7
+    assert (entry("bob").arguments(0)[-2] == name) is not is_apart, "tenants share no text"
+    assert entry("alice").size_bytes >= len(request) + len(kept)
 
 
 def has_place(places: Places, content: int, now: float) -> bool:

@@ -224,7 +224,7 @@ Sampling = queue_pb2.Sampling
 
 def decoded(**changes: Any) -> NewRequest:
     wire = queue_pb2.Request(**{"id": "a", "n": 1, "max_tokens": 1} | changes)
-    return decode(wire, queue_pb2.Prompts(tokens=[pack([5])]), 0, "g", Clock())
+    return decode(wire, queue_pb2.Prompts(tokens=[pack([5])]), "", 0, "g", Clock())
 
 
 def test_request_at_the_bounds_is_taken() -> None:

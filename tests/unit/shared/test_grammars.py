@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from shared.keys import grammar_name, is_grammar_name
 from shared.text import grammars
 from shared.text.grammars import LIMITS, SCHEMA_LIMITS, GrammarError, Grammars, mask_of
 from tests.support.checkpoints.tokenizers import byte_level, write_model
@@ -176,3 +177,12 @@ def test_control_token_that_the_grammar_names_by_its_id_stays(model: Path, kept:
     tokenizer = LLTokenizer(str(model / "tokenizer.json"), n_vocab=400, eos_token=ENDS.tolist())
     mask = np.unpackbits(np.frombuffer(mask_of(matcher, tokenizer), np.uint8), bitorder="little")
     assert np.flatnonzero(mask).tolist() == [end]
+
+
+def test_name_of_a_grammar_is_none(tmp_path: Path) -> None:
+    """A scheduler that knows no names hands them to its worker: an answer must not come without its grammar."""
+    name = grammar_name("alice", "start: /a/")
+    assert is_grammar_name(name)
+    assert not is_grammar_name(f"{name}\nstart: /a/") and not is_grammar_name("sha256: /a/\nstart: sha256")
+    with pytest.raises(GrammarError):
+        Grammars(write_model(tmp_path), 512).fresh(name)

@@ -112,7 +112,7 @@ async def test_request_is_delivered_when_its_twin_was_refused(
             return await enqueue(keys, arguments)
         return [
             [b"full", 1],
-            *await enqueue(keys[:3] + keys[7:], arguments[:3] + arguments[21:]),
+            *await enqueue(keys[:3] + keys[7:], arguments[:3] + arguments[23:]),
         ]  # the first of the call
 
     monkeypatch.setattr(gateway.dispatcher.scripts, "enqueue", full_at_first)
