@@ -62,7 +62,7 @@ Unavailable = (*Unreachable, ResponseError)
 
 REFUSALS = ("OOM", "MISCONF", "READONLY", "LOADING", "NOPERM", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN")
 HIGHEST_ID = b"18446744073709551615-18446744073709551615"
-"""Of an entry that no service writes: XADD adds nothing behind it. Readers delete it."""
+"""XADD adds nothing behind an entry with it. Scripts that add one set the stream back (`set_back` of lib.lua)."""
 WRONG_TYPE = "WRONGTYPE"
 """A key of another type than its writers give it; `remove_foreign` of dead_letters.py deletes it."""
 GONE = ("NOGROUP", "UNBLOCKED")
@@ -113,6 +113,16 @@ def backoff_s(attempt: int, max_s: float = 0.5) -> float:
     pause is far below that.
     """
     return float(min(max_s, 0.05 * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
+
+
+def place_of(entry_id: bytes) -> tuple[int, int]:
+    """Return the id of a stream's entry as numbers: they are in the order of the stream.
+
+    >>> place_of(b"9-10") < place_of(b"10-9")
+    True
+    """
+    milliseconds, _, number = entry_id.partition(b"-")
+    return int(milliseconds), int(number)
 
 
 async def persist(

@@ -5,7 +5,7 @@
 local function set_back_with_group(stream, group)
   local count = redis.call('XPENDING', stream, group)[1]
   local pending = count > 0 and redis.call('XPENDING', stream, group, '-', '+', count) or {}
-  redis.call('XGROUP', 'CREATE', stream, group, set_back(stream), 'MKSTREAM')
+  redis.call('XGROUP', 'CREATE', stream, group, set_back(stream, true), 'MKSTREAM')
   for _, row in ipairs(pending) do
     redis.call('XCLAIM', stream, group, row[2], 0, row[1], 'IDLE', row[3], 'RETRYCOUNT', row[4], 'FORCE', 'JUSTID')
   end

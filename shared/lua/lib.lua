@@ -24,19 +24,23 @@ local function count(key, field, delta)
   return held
 end
 
-local HIGHEST = '18446744073709551615-18446744073709551615'
+local LAST_MS = '18446744073709551615'
+local HIGHEST = LAST_MS .. '-' .. LAST_MS
 
--- Lets a stream go on behind its last entry. One that has had the highest id, which no service writes, takes no other.
--- It is written anew: XSETID sets no stream of Valkey 9 below an entry that was deleted. Its groups are gone; returns the
--- last id.
-local function set_back(stream)
-  redis.call('XDEL', stream, HIGHEST)
-  local rows = redis.call('XRANGE', stream, '-', '+')
+-- Lets a stream go on that takes no other entry: it has had the highest id, or ids close to it. It is written anew, as
+-- XSETID sets no stream of Valkey 9 below an entry that was deleted, and its groups are gone. Entries of the last
+-- millisecond get ids of now: behind them the highest id would come again. Those that a group has keep theirs, but for
+-- the highest, which goes. Returns the last id.
+local function set_back(stream, has_group)
+  if has_group then redis.call('XDEL', stream, HIGHEST) end
+  local rows, last = redis.call('XRANGE', stream, '-', '+'), '0-0'
   redis.call('DEL', stream)
   for _, row in ipairs(rows) do
-    if #row[2] < 1000 then redis.call('XADD', stream, row[1], unpack(row[2])) end  -- no service writes as many fields
+    local id = row[1]
+    if not has_group and string.find(id, LAST_MS .. '-', 1, true) == 1 then id = '*' end
+    if #row[2] < 1000 then last = redis.call('XADD', stream, id, unpack(row[2])) end  -- no service writes as many fields
   end
-  return #rows > 0 and rows[#rows][1] or '0-0'
+  return last
 end
 
 -- Appends to a stream, also behind an entry of the highest id.

@@ -53,7 +53,6 @@ from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
 from shared.redis_client import (
     BLOCK_MS,
-    HIGHEST_ID,
     KEPT_TTL_MS,
     LIVE_TTL_MS,
     Line,
@@ -62,6 +61,7 @@ from shared.redis_client import (
     Value,
     backoff_s,
     connect,
+    place_of,
 )
 from shared.settings import GatewaySettings
 from shared.tasks import end
@@ -692,13 +692,10 @@ class Dispatcher:
         key = self._keys.tokens(self.gateway_id)
         last = b"0-0"  # this id is new, so this is the beginning
         attempt = 0
-        is_blocked = False  # by an entry with the highest id
         while True:
             try:
-                if is_blocked:
-                    await self._redis.xdel(key, HIGHEST_ID)
-                    is_blocked = False
                 reply = await self._line("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", key, last)
+                newest = [] if reply else await self._line("XREVRANGE", key, "+", "-", "COUNT", 1)
             except (*Unreachable, RedisError) as error:
                 if attempt == 0:
                     log.warning("waiting for Redis to read tokens: %s", error)
@@ -708,11 +705,12 @@ class Dispatcher:
             if attempt:
                 log.info("Redis answers; reading token stream %s from id %s", key, last.decode())
                 attempt = 0
+            if newest and place_of(newest[0][0]) < place_of(last):
+                # A script set the stream back, or Redis lost it with its clock behind. What was read before is dropped.
+                log.warning("token stream %s ends before id %s; reading it from its beginning", key, last.decode())
+                last = b"0-0"
             begin = time.monotonic()
             for entry_id, fields in entries_of(reply):
-                if entry_id == HIGHEST_ID:
-                    is_blocked = True
-                    continue
                 last = entry_id
                 self._metrics.read(entry_id)
                 is_crowded = self._letters.read(key, fields, self._deliver)

@@ -18,7 +18,7 @@ from protos import queue_pb2
 from services.scheduler.requests.publisher import Publisher
 from shared.dead_letters import DeadLetters
 from shared.lease import Lease
-from shared.redis_client import BLOCK_MS, HIGHEST_ID, Unavailable, backoff_s, temporary
+from shared.redis_client import BLOCK_MS, HIGHEST_ID, Unavailable, backoff_s, place_of, temporary
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -27,6 +27,8 @@ ONCE = ("drain", "policy")
 """Commands that leave the stream at once: the next scheduler must not drain because this one did."""
 
 READ_COMMANDS = 1000
+MAX_NUMBER = (1 << 64) - 1
+"""The last entry of a millisecond has this number."""
 
 
 class Commands:
@@ -73,14 +75,14 @@ class Commands:
         after an error this one does: a Redis that lost its last writes gives ids again that were read, where its clock
         was set back. So a command may be carried out twice.
         """
-        last, attempt = "0", 0
+        last, attempt = "0-0", 0
         kept: deque[tuple[int, str]] = deque()  # outcomes that must be written first, last id read by then
         while True:
             try:
                 reply: Any = await self._reader.xread({self._key: last}, count=READ_COMMANDS, block=BLOCK_MS)
                 if reply:
                     rows = [row for row in reply[0][1] if row[0] != HIGHEST_ID]
-                    once = [id_ for id_, fields in rows if self.take(fields.get(b"c", b"")) in ONCE]
+                    once = [id_ for id_, fields in reply[0][1] if self.take(fields.get(b"c", b"")) in ONCE]
                     if rows:
                         last = rows[-1][0].decode()
                         kept.append((self._publisher.put_count, last))
@@ -88,22 +90,31 @@ class Commands:
                         await self._lease.write(["XDEL", self._key, *once])
                     if len(rows) < len(reply[0][1]):  # an entry without a command sets the stream back
                         await self._lease.write(["XDEL", self._key, HIGHEST_ID], ["XADD", self._key, "*", "x", ""])
+                elif await self._ends_before(last):  # the stream was set back, or lost
+                    last = "0-0"
+                    kept.clear()
                 done = ""
                 while kept and not self.early and max(kept[0][0], self._early_put) <= self._publisher.written_count:
                     _, done = kept.popleft()
                 if done:
-                    milliseconds, number = done.split("-")
-                    await self._lease.write(["XTRIM", self._key, "MINID", f"{milliseconds}-{int(number) + 1}"])
+                    milliseconds, number = place_of(done.encode())
+                    behind = f"{milliseconds}-{number + 1}" if number < MAX_NUMBER else f"{milliseconds + 1}-0"
+                    await self._lease.write(["XTRIM", self._key, "MINID", behind])
                 attempt = 0
             except Unavailable as error:
                 if not temporary(error):
                     raise
                 if attempt == 0:
                     log.warning("waiting for Redis to read commands: %s", error)
-                last = "0"
+                last = "0-0"
                 kept.clear()
                 await asyncio.sleep(backoff_s(attempt))
                 attempt += 1
+
+    async def _ends_before(self, entry_id: str) -> bool:
+        """Return whether the last command in the stream has an earlier id."""
+        newest: Any = await self._reader.xrevrange(self._key, count=1)
+        return bool(newest) and place_of(newest[0][0]) < place_of(entry_id.encode())
 
     def take(self, payload: bytes) -> str:
         """Carry out a command, or keep it for the claim under way; return its kind."""

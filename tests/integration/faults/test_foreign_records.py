@@ -118,7 +118,8 @@ def _ask_until_taken(stack: TokenStack, **fields: Any) -> httpx.Response:
     return response
 
 
-HIGHEST = "18446744073709551615-18446744073709551615"
+LAST = (1 << 64) - 1
+HIGHEST = f"{LAST}-{LAST}"
 
 
 @pytest.mark.parametrize("first", ["18446744073709551615-1", HIGHEST])
@@ -142,6 +143,30 @@ def test_entry_with_the_highest_id_ends_no_stream(stack: TokenStack, first: str)
     stack.check_alive()
     for stream in streams:
         client.delete(stream)
+
+
+@pytest.mark.parametrize("number", [LAST - 1, LAST - 3])
+def test_gateway_reads_its_stream_behind_an_id_close_to_the_highest(stack: TokenStack, number: int) -> None:
+    """The next entries get the ids up to the highest. Reading records instead costs each request seconds."""
+    client, keys = stack.redis.client, stack.keys
+    (gateway,) = [key.decode().rpartition(":")[2] for key in client.keys(f"{keys.prefix}alive:gateway:*")]
+    client.xadd(keys.tokens(gateway), {"x": "y"}, id=f"{LAST}-{number}")
+
+    def read_from_records() -> float:
+        return stack.gateway.metric("orcinus_gateway_refilled_rows_total")
+
+    def is_read() -> bool:
+        before = read_from_records()
+        response = stack.ask(60.0, tokens=100)
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["token_ids"] == answer(PROMPT, 100)
+        return read_from_records() == before
+
+    until(
+        "the stream goes on", lambda: stack.answers() and not _last(stack, keys.tokens(gateway)).startswith(str(LAST))
+    )
+    until("the gateway reads it", is_read)
+    assert is_read()
 
 
 def _last(stack: TokenStack, stream: str) -> str:

@@ -125,6 +125,32 @@ async def test_command_behind_a_loss_is_read_where_the_clock_was_set_back(redis_
         await each.aclose()
 
 
+async def test_commands_behind_an_id_close_to_the_highest_are_read(redis_server: RedisServer) -> None:
+    settings, client = SchedulerSettings(redis_url=redis_server.url), redis_server.client
+    client.flushall()
+    key, last = settings.keys.control("shard-0"), (1 << 64) - 1
+    writer, reader = connect(settings), connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
+    lease = Lease(Scripts(writer), settings.keys, "shard-0", 60_000)
+    assert await lease.take()
+    obeyed: list[str] = []
+    publisher: Any = SimpleNamespace(put_count=0, written_count=0)
+    held = {"first", "second", "third", "fourth"}
+    commands = Commands(reader, key, held, lambda control: obeyed.append(control.cancel.id), lease, publisher)
+    running = asyncio.create_task(commands.run())
+    client.xadd(key, cast(Any, cancel("first")), f"5000-{last}")
+    await wait_until(lambda: obeyed == ["first"])
+    client.xadd(key, cast(Any, cancel("second")), f"{last}-{last - 1}")
+    await wait_until(lambda: "second" in obeyed)
+    for name in ("third", "fourth"):  # the third gets the highest id
+        ((_, payload),) = cancel(name).items()
+        await lease.write(["XADD", key, "*", "c", payload])
+        await wait_until(lambda name=name: name in obeyed, 20)
+    await wait_until(lambda: client.xlen(key) == 0)
+    await end(running)
+    for each in (writer, reader):
+        await each.aclose()
+
+
 LIMITS = (24, 48)
 GROUPS = (b"18", b"22", b"128")
 """Of the two limits, and of both together."""

@@ -136,6 +136,9 @@ class Shard:
         self.entries += 1
         return [[b"control", [(b"%d-0" % self.entries, {b"c": control.SerializeToString()})]]]
 
+    async def xrevrange(self, key: str, count: int) -> Any:
+        return [(b"%d-0" % self.entries, {})] if self.entries else []
+
     async def write(self, *commands: list[str]) -> None:
         self.trimmed += [command[3] for command in commands if command[0] == "XTRIM"]
 
