@@ -21,6 +21,7 @@ from services.scheduler.core.kv.transfers import Transfers
 from services.scheduler.core.placement.peers import Peers
 from services.scheduler.core.results import Results
 from services.scheduler.requests.claims import Claims
+from services.scheduler.workers import wire
 from shared import redis_client
 from shared.lease import Lease
 from shared.redis_client import source
@@ -107,6 +108,9 @@ MUTANTS: dict[str, Plant] = {
     "lease-taken-twice": _script("lease", "if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end", ""),
     "started-counted-twice": _script("publish", "if record[2] and not record[1] then", "if record[2] then"),
     "bytes-not-counted-back": _script("lib", "count_bytes(queue, tenant, -bytes)\n  if grammar", "if grammar"),
+    "grammar-kept": _script("lib", "redis.call('HDEL', grammars, 'requests:' .. grammar, 'text:' .. grammar)", ""),
+    "grammar-dropped-early": _script("lib", "count(grammars, 'requests:' .. grammar, -1) > 0", "false"),
+    "grammar-not-sent": _code(wire, "_enter", "sampling.grammar = enter.request.grammar", ""),
     "bucket-not-refunded": _script("publish", "count(bucket, 'running', -1)", ""),
     "entry-not-deleted": _script("lib", "redis.call('XDEL', stream, entry)", ""),
     "record-cut-too-short": _script("publish", "0, 4 * length - 1))", "0, 4 * length - 5))"),

@@ -312,11 +312,12 @@ async def test_scheduler_keeps_one_text_of_many_requests(client: Redis, scripts:
 
 
 async def test_text_that_redis_lost_comes_again_with_the_next_request(client: Redis, scripts: Scripts) -> None:
-    """A count without its text, or of no number, costs the request that it names and no other."""
     await enqueue(scripts, "a", **bound())
     await client.hdel(KEYS.queue_grammars, FIELDS[1])
-    await client.hset(KEYS.queue_grammars, FIELDS[0], "x")
     await enqueue(scripts, "b", **bound())
+    assert await grammars(client) == dict(zip(FIELDS, [b"2", TEXT], strict=True))
+    await client.hset(KEYS.queue_grammars, FIELDS[0], "no number")
+    await enqueue(scripts, "c", **bound())
     assert await grammars(client) == dict(zip(FIELDS, [b"1", TEXT], strict=True))
 
 
