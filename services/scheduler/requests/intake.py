@@ -250,8 +250,9 @@ class Intake:
         total = 0
         async for page in self._pages(self._shard):
             claimed = await self._claim(await self._parse(page, self._lease, held))
-            gateways = await self._restore(claimed)
-            await self._read_tails([item.request for item in claimed], gateways)
+            readable = [item for item in claimed if not item.error]  # the others end, whatever they had
+            gateways = await self._restore(readable)
+            await self._read_tails([item.request for item in readable], gateways)
             add(claimed)
             total += len(claimed)
         return total

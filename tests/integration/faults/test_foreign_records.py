@@ -106,6 +106,28 @@ def test_request_with_a_lost_grammar_ends_alone(tmp_path: Path, way: str) -> Non
         until("nothing is left", lambda: not client.exists(keys.queue_grammars))
 
 
+def test_running_request_that_lost_its_grammar_ends_with_an_error(tmp_path: Path) -> None:
+    """The next scheduler cannot go on with it: the tokens that it has are no whole answer."""
+    with (
+        RedisServer(tmp_path / "redis") as server,
+        TokenStack(tmp_path / "stack", server) as stack,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client, keys = server.client, stack.keys
+        stack.worker("worker-a").start()
+        stack.wait_answer(60)
+        (tokens,) = client.keys(keys.tokens("*"))
+        before = client.xlen(tokens)
+        asked = pool.submit(stack.ask, 60.0, tokens=300, **BOUND)
+        until("it has tokens", lambda: client.xlen(tokens) > before + 5)
+        stack.kill_scheduler()
+        client.delete(keys.queue_grammars)
+        stack.start_scheduler()
+        response = asked.result()
+        assert response.status_code == 500, response.text
+        assert "grammar: Redis has lost its text" in response.json()["error"]["message"]
+
+
 def _ask_until_taken(stack: TokenStack, **fields: Any) -> httpx.Response:
     """Return the answer to a request, which is sent until the gateway sees that a scheduler leads."""
 
