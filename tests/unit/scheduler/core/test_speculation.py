@@ -247,6 +247,20 @@ def test_tenant_learns_from_outputs_that_a_stop_string_ends() -> None:
     assert history.share("") < before
 
 
+def test_output_that_a_stop_string_cut_is_a_guess_for_its_tenant() -> None:
+    h = House(Scheduler("orcinus", lookahead=0), LIMITS)
+    first, again = request("first", 8, 60, seed=5), request("again", 8, 40, seed=5)
+    h.add(first)
+    while len(h.published["first", 0]) < 30:
+        h.step()
+    h.stop("first", 0, 20)
+    assert not h.core.stats()["drafted_tokens"], "nothing of this output repeats"
+    h.add(again)
+    while not h.core.idle:
+        h.step()
+    assert 10 < h.core.stats()["accepted_tokens"] < 20  # behind the cut nothing is known
+
+
 def test_shares_of_tenants_are_bounded_and_keep_no_outputs_from_others() -> None:
     history = History()
     history.add(NewRequest("r", [ids(1)], 9, tenant="a"), ids(1, 2, 3, 4, 5))
