@@ -189,8 +189,9 @@ class RequestStream:
         if self.bound and len(self._rows) >= self.bound:
             return Offer.OVERFLOW
         if row.drafts:
-            accepted = min(max(len(row.tokens) - 1, 0), row.drafts)
-            self.accepted, self.rejected = self.accepted + accepted, self.rejected + row.drafts - accepted
+            accepted = min(max(len(tokens) - 1, 0), row.drafts)
+            self.accepted += accepted
+            self.rejected += 0 if late else row.drafts - accepted  # of a row that came again they are counted
         if row.cached:
             self.cached[choice] = row.cached
         self.received[choice] = have + len(tokens)

@@ -27,6 +27,13 @@ def test_usage_counts_cached_tokens_of_each_prompts_first_choice() -> None:
     assert running.usage.body()["prompt_tokens_details"] == {"cached_tokens": 4}
 
 
+def test_guesses_of_rows_that_overlap_count_once() -> None:
+    stream = RequestStream("r", 1)
+    for first, count in [(0, 4), (1, 4), (3, 5), (8, 2)]:  # 10 tokens in all: of the 2nd row 1 is new, of the 3rd 3
+        assert stream.offer(Row(0, [50] * count, drafts=4), first) is Offer.TAKEN
+    assert (stream.received, stream.accepted, stream.rejected) == ([10], 3 + 0 + 2 + 1, 1 + 3)
+
+
 def test_stop_string_before_min_tokens_ends_nothing() -> None:
     tokens = model().encode("a.b.c")
     first_dot = next(n for n in range(1, 9) if "." in model().text.decode(tokens[:n]))
