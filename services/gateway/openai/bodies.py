@@ -25,6 +25,7 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
 )
+from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
 from protos import queue_pb2
@@ -275,6 +276,18 @@ class Prediction(Body):
     content: Content
 
 
+DRAFTERS = {"auto": True, "off": False, "suffix": True}
+"""The names that `speculate` may have, and whether the request may have drafts."""
+
+
+def _may_have_drafts(value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value in DRAFTERS:
+        return DRAFTERS[value]
+    raise PydanticCustomError("drafter", "is no drafter; use auto, off or suffix")
+
+
 class ScheduledBody(Body):
     """The fields that say how a request is scheduled, in all that generate text. Not of OpenAI or Anthropic."""
 
@@ -282,7 +295,11 @@ class ScheduledBody(Body):
     ttft_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
     tbt_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
     deadline_ms: int | None = Field(None, ge=1, lt=1 << 31)
-    speculate: bool | None = Field(None, description="false: guess no next tokens; no token depends on it")
+    speculate: Annotated[
+        bool | None,
+        BeforeValidator(_may_have_drafts),
+        WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": [*DRAFTERS], "type": "string"}, {"type": "null"}]}),
+    ] = Field(None, description="false, off: guess no next tokens; no token depends on it")
 
 
 class GenerationBody(StructuredBody, ScheduledBody):
@@ -613,6 +630,8 @@ def _refusal(error: ValidationError) -> ApiError:
         return invalid(place, f"Unrecognized request argument supplied: {place}", "unknown_parameter")
     if first["type"] == "missing":
         return invalid(place, f"you must provide the parameter {place}", "missing_required_parameter")
+    if first["type"] == "drafter":
+        return invalid(param, f"{place}: {shown(first['input'])} {first['msg']}", "invalid_value")
     return invalid(param, f"Invalid value for '{place}': {first['msg']}; got {shown(first['input'])}", "invalid_value")
 
 

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from services.gateway.anthropic.bodies import MessagesBody
 from services.gateway.errors import ApiError
 from services.gateway.http.multipart import MAX_HEAD_BYTES, MAX_PARTS, MultipartReader, Part, boundary_of
 from services.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    ScheduledBody,
     TokenizeBody,
     parse_body,
     parse_json,
@@ -50,6 +52,28 @@ def test_long_list_of_wrong_values_is_given_up_early(kind: type[BaseModel], body
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() <= 200
+
+
+GENERATING = {
+    ChatBody: {"model": "m", "messages": [MESSAGE]},
+    CompletionBody: {"model": "m", "prompt": "x"},
+    ResponsesBody: {"model": "m", "input": "x"},
+    MessagesBody: {"model": "m", "messages": [MESSAGE], "max_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("kind", GENERATING)
+def test_speculate_is_a_boolean_or_the_name_of_a_drafter(kind: type[ScheduledBody]) -> None:
+    def given(speculate: Any) -> bool | None:
+        return parse_body(orjson.dumps({**GENERATING[kind], "speculate": speculate}), kind).speculate
+
+    values = [True, "auto", "suffix", False, "off", None]
+    assert [given(value) for value in values] == [True, True, True, False, False, None]
+    for wrong, shown in [("ngram", "'ngram'"), (1, "1"), (["off"], "['off']")]:
+        with pytest.raises(ApiError) as refused:
+            given(wrong)
+        assert refused.value.message == f"speculate: {shown} is no drafter; use auto, off or suffix"
+        assert (refused.value.param, refused.value.code) == ("speculate", "invalid_value")
 
 
 WIDE = {f"a{at}": 1 for at in range(MAX_MEMBERS + 1)}

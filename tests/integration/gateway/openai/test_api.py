@@ -184,7 +184,7 @@ def test_prediction_goes_to_the_scheduler_and_usage_counts_guesses(
 @pytest.mark.parametrize(
     ("path", "asked"),
     [
-        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": "x", "speculate": "off"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/responses", {"input": "x"}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
