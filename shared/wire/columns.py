@@ -14,6 +14,9 @@ Float32 = npt.NDArray[np.float32]
 
 EMPTY: Int32 = np.zeros(0, np.int32)
 
+MAX_PREDICTION = 8192
+"""Tokens of the column `prediction` of a request."""
+
 
 def pack(values: npt.NDArray[np.generic] | Sequence[int]) -> bytes:
     """Return one column as int32 little-endian bytes."""

@@ -30,11 +30,10 @@ from services.gateway.text.reasoning import budget_grammar, channel_budget_gramm
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import calls_grammar, has_texts, marks_of, texts_of
 from shared.text.tokenizer import TokenizerError
-from shared.wire.columns import pack
+from shared.wire.columns import MAX_PREDICTION, pack
 
 OUTPUT_FIELDS = StructuredBody.model_fields.keys() | {"tools", "tool_choice", "prediction"}
 """A body without any of them binds nothing, names no tool and predicts nothing."""
-MAX_PREDICTION_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +136,17 @@ async def encode_prediction(prediction: Prediction, model: ModelText) -> bytes:
     content = prediction.content
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     tokens: list[int] = []
-    if len(text) // model.longest <= MAX_PREDICTION_TOKENS:
+    if len(text) // model.longest <= MAX_PREDICTION:
         try:
             encode = partial(model.encode, text, False)
             tokens = encode() if model.is_quick(len(text)) else await model.threads.run(encode)
         except TokenizerError as error:
             raise untokenizable("prediction.content", error) from error
     least = max(len(tokens), len(text) // model.longest)
-    if least > MAX_PREDICTION_TOKENS:
+    if least > MAX_PREDICTION:
         raise invalid(
             "prediction.content",
-            f"prediction.content has {least} tokens or more; this server takes {MAX_PREDICTION_TOKENS}: "
+            f"prediction.content has {least} tokens or more; this server takes {MAX_PREDICTION}: "
             f"send the part that the answer begins with",
         )
     return pack(tokens)

@@ -28,7 +28,7 @@ from shared.models.adapters import DIGEST_BYTES
 from shared.redis_client import BLOCK_MS, GONE, HIGHEST_ID, WRONG_TYPE, Scripts, Value
 from shared.text.logprobs import prompt_record_bytes
 from shared.text.logprobs import wrong_number as wrong_logprobs
-from shared.wire.columns import unpack
+from shared.wire.columns import MAX_PREDICTION, unpack
 from shared.wire.token_batches import MOST_VOCABULARY, check_tokens, decode_batch
 
 log = logging.getLogger("orcinus.scheduler")
@@ -78,8 +78,6 @@ MAX_SEQUENCES = 65_536
 """Sequences of one request: more than any gateway allows (--max-choices)."""
 MAX_TOKENS = 1 << 30
 """Output tokens of a sequence: more than any context, and with any prompt an int32."""
-MAX_PREDICTION = 8192
-"""Tokens of a prediction: as many as any gateway takes."""
 MOST_POOLING = 2
 """The kinds of worker.proto, Enter.pooling."""
 MAX_MS = 1 << 43
@@ -133,8 +131,10 @@ def decode(
     if stop_ids.size > MAX_STOP_IDS:
         raise ValueError(f"stop token ids: {stop_ids.size} given, at most {MAX_STOP_IDS}")
     prediction = unpack(wire.prediction)
-    if prediction.size > MAX_PREDICTION or (prediction.size and int(prediction.min()) < 0):
-        raise ValueError(f"prediction: {prediction.size} tokens, or a negative id; at most {MAX_PREDICTION} tokens")
+    if prediction.size > MAX_PREDICTION:
+        raise ValueError(f"prediction: {prediction.size} tokens; send at most {MAX_PREDICTION}")
+    if prediction.size and (least := int(prediction.min())) < 0:
+        raise ValueError(f"prediction: token id {least} is negative; send ids from 0")
     asks_logprobs = wire.sampling.logprobs or wire.sampling.prompt_logprobs
     if wire.pooling > MOST_POOLING or (wire.pooling and (wire.max_tokens > 1 or asks_logprobs)):
         raise ValueError(

@@ -14,7 +14,7 @@ from services.scheduler.core.types import NewRequest
 from services.scheduler.requests import claims as claims_module
 from services.scheduler.requests.claims import Claims, Holdings
 from services.scheduler.requests.commands import Commands
-from services.scheduler.requests.intake import FULL_MS, MAX_PREDICTION, MAX_TOKENS, Clock, Intake, decode
+from services.scheduler.requests.intake import FULL_MS, MAX_TOKENS, Clock, Intake, decode
 from services.scheduler.service import Service
 from shared.keys import CLASSES, Keys
 from shared.redis_client import BLOCK_MS
@@ -233,6 +233,7 @@ def decoded(**changes: Any) -> NewRequest:
 def test_request_at_the_bounds_is_taken() -> None:
     assert decoded(sampling=Sampling(logprobs=21)).payload.sampling.logprobs == 21
     assert decoded(sampling=Sampling(prompt_logprobs=21)).scored == [1]
+    assert decoded(prediction=pack([0] * 8192)).prediction.size == 8192
     assert decoded(**POOLED).max_tokens == 1
 
 
@@ -249,8 +250,8 @@ def test_adapter_of_a_request_parts_its_prefixes_from_those_of_others() -> None:
         ({"max_tokens": MAX_TOKENS + 1}, f"max_tokens={MAX_TOKENS + 1}, min_tokens=0: at most {MAX_TOKENS}"),
         ({"min_tokens": (1 << 32) - 1}, f"max_tokens=1, min_tokens=4294967295: at most {MAX_TOKENS}"),
         ({"adapter": b"short"}, "adapter: a digest of 5 bytes; 32 are needed, or none"),
-        ({"prediction": pack([0] * (MAX_PREDICTION + 1))}, "prediction: "),
-        ({"prediction": pack([3, -1])}, "prediction: "),
+        ({"prediction": pack([0] * 8193)}, "prediction: 8193 tokens; send at most 8192"),
+        ({"prediction": pack([3, -1])}, "prediction: token id -1 is negative; send ids from 0"),
         (POOLED | {"pooling": 3}, "pooling 3"),
         (POOLED | {"max_tokens": 2}, "pooling 2, max_tokens=2"),
         (POOLED | {"sampling": Sampling(logprobs=1)}, "no logprobs"),
