@@ -482,7 +482,12 @@ def events(view: View, rows: int) -> Text:
 
 def totals(view: View) -> Text:
     stats = all_stats(view)
-    return Text("  ".join(f"{name.replace('_', ' ')} {count(total(stats, name))}" for name in TOTALS))
+    shown = [f"{name.replace('_', ' ')} {count(total(stats, name))}" for name in TOTALS]
+    drafted, accepted, produced = (total(stats, name) for name in ("drafted_tokens", "accepted_tokens", "tokens_total"))
+    if drafted and produced > accepted:
+        shown.append(f"drafts refused {100 * (1 - accepted / drafted):.0f} %")
+        shown.append(f"tokens a row and step {produced / (produced - accepted):.2f}")
+    return Text("  ".join(shown))
 
 
 def one_view(view: View, width: int) -> Group:

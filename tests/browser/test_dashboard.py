@@ -125,6 +125,16 @@ def test_requests_and_failures_are_shown_by_the_second(open_page: OpenPage, writ
     assert "failed" in visit.text("#chart-requests")
 
 
+def test_totals_say_what_drafts_brought(open_page: OpenPage, written: WrittenStack) -> None:
+    full(written)
+    written.tell(tokens_total=300, drafted_tokens=200, accepted_tokens=150)
+    visit = open_page()
+    visit.says("#totals", "guesses refused")
+    pairs = dict(zip(visit.texts("#totals dt"), visit.texts("#totals dd"), strict=True))
+    names = ("tokens guessed", "guesses right", "guesses refused", "tokens a row and step")
+    assert [pairs[name] for name in names] == ["200", "150", "25 %", "2.00"]
+
+
 def test_cpu_and_memory_of_each_process_are_shown(open_page: OpenPage, written: WrittenStack) -> None:
     full(written)
     visit = open_page()

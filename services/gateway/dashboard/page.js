@@ -231,14 +231,17 @@ function totals(all) {
     recomputed_tokens: "tokens recomputed", swapped_blocks: "blocks swapped", prefix_hit_tokens: "prefix hits, tokens",
     drafted_tokens: "tokens guessed", accepted_tokens: "guesses right",
   };
+  const shown = Object.entries(named).map(([field, text]) => [text, count(sum(all, field))]);
+  const [drafted, accepted, produced] = ["drafted_tokens", "accepted_tokens", "tokens_total"].map((field) => sum(all, field));
+  if (drafted && produced > accepted) {
+    shown.push(["guesses refused", percent(drafted - accepted, drafted)]);
+    shown.push(["tokens a row and step", (produced / (produced - accepted)).toFixed(2)]);
+  }
   by("totals").replaceChildren(
-    ...Object.entries(named).map(([field, text]) => {
+    ...shown.map(([text, figure]) => {
       const pair = document.createElement("div");
       const [term, value] = [document.createElement("dt"), document.createElement("dd")];
-      term.textContent = text;
-      const total = sum(all, field);
-      value.textContent = count(total);
-      if (field === "accepted_tokens" && total) value.textContent += ` (${percent(total, sum(all, "drafted_tokens"))})`;
+      [term.textContent, value.textContent] = [text, figure];
       pair.append(term, value);
       return pair;
     }),

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from services.cli.app import app
-from services.cli.top import RedisSource, Top, bars, count, milliseconds, plain
+from services.cli.top import RedisSource, Top, bars, count, milliseconds, plain, totals
 from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings
 from tests.support.launcher import ROOT
@@ -122,6 +122,13 @@ def test_json_is_one_object_with_an_exit_code(redis_server: RedisServer, written
     assert view["shards"]["shard-0"]["iterations"]["decode"] == [12] * 40
     gone = orcinus_top("redis://127.0.0.1:1/0", "--json")
     assert gone.exit_code == 1 and "does not answer" in json.loads(gone.stdout)["error"]
+
+
+def test_totals_say_what_drafts_brought() -> None:
+    stats = {"tokens_total": 300, "drafted_tokens": 200, "accepted_tokens": 150}
+    said = str(totals({"shards": {"a": {"stats": stats}}}))
+    assert "drafted tokens 200  accepted tokens 150  drafts refused 25 %  tokens a row and step 2.00" in said
+    assert "refused" not in str(totals({"shards": {"a": {"stats": {"tokens_total": 300}}}}))
 
 
 def test_figures_are_short_and_bars_as_high_as_their_values() -> None:
