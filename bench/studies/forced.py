@@ -28,6 +28,7 @@ from protos import queue_pb2
 from services.gateway.text.grammar import json_grammar
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Int32, Limits, NewRequest, StepPlan, StepResult
+from services.simulator.engine import MAX_DRAFTS
 from shared.command_line.arguments import Parser
 from shared.text.grammar_process import GrammarProcess
 
@@ -108,7 +109,7 @@ def run(process: GrammarProcess, kind: str, answers: int, streams: int, one_tena
     """Serve the answers, so many at a time, and count."""
     core = Scheduler("orcinus", lookahead=1, step_tokens=2048)
     blocks = 2 * streams * CONTEXT // BLOCK_SIZE
-    limits = Limits(streams, blocks, BLOCK_SIZE, CONTEXT, 2048, max_drafts=256, masks_behind_drafts=True)
+    limits = Limits(streams, blocks, BLOCK_SIZE, CONTEXT, 2048, max_drafts=MAX_DRAFTS, masks_behind_drafts=True)
     core.join(limits)
     waiting, left = deque(enumerate(recorded(kind, answers))), answers
     serving: dict[str, tuple[int, Answer]] = {}
