@@ -133,9 +133,9 @@ def failed(answers: Sequence[Future[Any]]) -> bool:
 
 @contextlib.contextmanager
 def clients(stack: Stack, reference: Reference, tokens: int) -> Iterator[tuple[list[Stream], threading.Event]]:
-    """One client a prompt, which asks again and again until the block ends, from when every one has been answered
-    once. Yield their streams, the last ones last, and an event: while it is cleared they ask nothing new. Raise for an
-    answer that is not the reference's."""
+    """One client a prompt, which asks again and again, with drafts, until the block ends, from when every one has been
+    answered once. Yield their streams, the last ones last, and an event: while it is cleared they ask nothing new.
+    Raise for an answer that is not the reference's."""
     made: list[Stream] = []
     stop, may_ask = threading.Event(), threading.Event()
     may_ask.set()
@@ -143,7 +143,7 @@ def clients(stack: Stack, reference: Reference, tokens: int) -> Iterator[tuple[l
     def ask(number: int) -> None:
         prompt, known = reference.prompts[number], reference.outputs[number]
         while may_ask.wait(READ_S) and not stop.is_set():
-            body = {**common(stack, tokens), "prompt": prompt}
+            body = {**common(stack, tokens), "prompt": prompt, "speculate": True}
             made.append(stream := Stream([stack.url], body, stack.headers))
             ids = stream.read()
             if ids[: len(known)] != known[:tokens] or len(ids) != tokens or stream.reason != "length":

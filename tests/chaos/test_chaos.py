@@ -46,6 +46,7 @@ def test_every_fault_came_and_clients_felt_it(result: Result) -> None:
     assert figures["faults"].keys() == set(KINDS)
     assert figures["finished"] > FAULTS
     assert figures["reconnects"] > 0
+    assert figures["accepted_drafts"] > 0
     assert all(figures["clients"].values()), "a plan was never drawn"
 
 

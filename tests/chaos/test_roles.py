@@ -69,6 +69,11 @@ def steps(stack: Stack, name: str) -> list[dict[str, int]]:
     return [step for step in map(json.loads, (line for line in lines if line.endswith("\n"))) if step["epoch"]]
 
 
+def counted(stack: Stack, name: str) -> int:
+    """Return one of the scheduler's counters."""
+    return int(stack.stats().get(name, "0"))
+
+
 def tiers(stack: Stack) -> int:
     return len([name for name in os.listdir(stack.directory / "kv") if name != ID])
 
@@ -91,7 +96,8 @@ def test_one_computes_prompts_and_other_goes_on_with_references_tokens(stack: St
 def test_either_role_is_killed_or_drained_under_load_and_returns(
     stack: Stack, reference: Reference, name: str, how: int
 ) -> None:
-    """While it is gone the other does both; afterwards it hands over, or takes over, again."""
+    """While it is gone the other does both; afterwards it hands over, or takes over, again. Drafts are the answers to
+    the same prompt before."""
     other = next(each for each in ROLES if each != name)
     until("each reads the other's tier", lambda: all(mapped(stack, each) for each in ROLES))
     with clients(stack, reference, TOKENS) as (made, may_ask):
@@ -109,6 +115,9 @@ def test_either_role_is_killed_or_drained_under_load_and_returns(
         until("it works again", lambda: len(steps(stack, name)) > before, 60)
         again = len(made)
         until("all were answered by both", lambda: len(made) > again + 2 * STREAMS, 60)
+        handed_over, accepted = counted(stack, "handed_over"), counted(stack, "accepted_tokens")
+        until("more are handed over", lambda: counted(stack, "handed_over") > handed_over, 60)
+        until("more drafts are accepted", lambda: counted(stack, "accepted_tokens") > accepted, 60)
     stack.settled_empty()
     assert stack.stats()["failed"] == "0"
     assert tiers(stack) == 2, "what the killed one left"

@@ -5,8 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
+
 from tests.chaos.streams import Stream, common
-from tests.support.stack import START_S, Stack
+from tests.support import sse
+from tests.support.stack import PLAIN, START_S, Stack
 from tests.support.waiting import until
 
 TOKENS = 450
@@ -60,21 +63,37 @@ def test_tokens_are_those_without_drafts_when_worker_and_scheduler_die(stack: St
     stack.settled_empty()
 
 
-def test_stop_string_ends_the_text_where_it_does_without_drafts(stack: Stack) -> None:
-    body = {"model": stack.name, "max_tokens": 300, "temperature": 0.7, "seed": 7, "ignore_eos": True}
-
-    def answered(**more: Any) -> tuple[dict[str, Any], int]:
-        answer = stack.post("/v1/completions", body | more).json()
-        details = answer["usage"].get("completion_tokens_details", {})
-        return answer["choices"][0], details.get("accepted_prediction_tokens", 0)
-
+def test_stop_strings_end_streamed_choices_where_they_do_without_drafts(stack: Stack) -> None:
+    """Two choices with a stop string each; the prediction is what they say without."""
     accepted = 0
     for prompt in PROMPTS:
-        whole = answered(prompt=prompt, speculate=False)[0]["text"]
-        stop = whole[-20:-10]
-        plain, _ = answered(prompt=prompt, stop=stop, speculate=False)
-        guessed, right = answered(prompt=prompt, stop=stop)
-        assert guessed == plain
-        assert (plain["finish_reason"], plain["text"]) == ("stop", whole[: whole.index(stop)])
+        body = {**common(stack, 300), "prompt": prompt, "n": 2, "temperature": 0.7, "seed": 7}
+        whole, _ = streamed(stack, body)
+        stops = [text[-20:-10] for text, _, _ in whole]
+        plain, _ = streamed(stack, {**body, "stop": stops})
+        prediction = {"type": "content", "content": "".join(text for text, _, _ in whole)}
+        found, right = streamed(stack, {**body, "stop": stops, "speculate": True, "prediction": prediction})
+        assert found == plain
+        for (text, ids, reason), (whole_text, whole_ids, _) in zip(plain, whole, strict=True):
+            end = min(whole_text.index(stop) for stop in stops if stop in whole_text)
+            assert (text, reason) == (whole_text[:end], "stop") and ids == whole_ids[: len(ids)]
         accepted += right
     assert accepted > 0
+
+
+def streamed(stack: Stack, body: dict[str, Any]) -> tuple[list[tuple[str, list[int], str]], int]:
+    """Return text, token ids and finish reason of each choice of a stream, and how many drafts were right."""
+    choices = [("", list[int](), "") for _ in range(body["n"])]
+    accepted = 0
+    asked = {"json": body | {"stream_options": {"include_usage": True}}, "timeout": START_S, "verify": PLAIN}
+    with httpx.stream("POST", f"{stack.url}/v1/completions", **asked) as answer:
+        answer.raise_for_status()
+        events = [event.json for event in sse.events(answer.iter_lines()) if event.data != sse.DONE]
+    for event in events:
+        for choice in event["choices"]:
+            text, ids, _ = choices[choice["index"]]
+            ids = ids + (choice.get("token_ids") or [])
+            choices[choice["index"]] = (text + choice["text"], ids, choice["finish_reason"] or "")
+        details = (event.get("usage") or {}).get("completion_tokens_details", {})
+        accepted += details.get("accepted_prediction_tokens", 0)
+    return choices, accepted

@@ -7,6 +7,7 @@ engine that overlaps is given as many of them as it takes.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,39 +79,36 @@ def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **samplin
 
 
 def run(
-    engine: Engine,
+    engines: Engine | Sequence[Engine],
     requests: list[NewRequest],
     policy: str,
     known: Recorded | None = None,
     speculate: str = "auto",
     **settings: Any,
 ) -> tuple[Recorded, Scheduler]:
-    """Runs all requests to their ends and checks the core's invariants after every step.
+    """Run all requests to their ends and check the core's invariants after every step.
 
-    Half of them are there from the beginning, each other one arrives with a step.
+    Half of them are there from the beginning, each other one arrives with a step. Of several engines each executes a
+    step in turn.
 
     known: what clients have of them already. settings: of the core, which without them has no lookahead.
     """
-    engine.reset()
     core = Scheduler(policy, **{"lookahead": 0} | settings)
-    replica = core.join(limits_from_wire(engine.info(), speculate))
+    workers = []
+    for engine in engines if isinstance(engines, Sequence) else [engines]:
+        engine.reset()
+        workers.append(_Worker(engine, core.join(limits_from_wire(engine.info(), speculate))))
     recorded = known or Recorded()
     later, now, idle = deque(requests), 1, 0
-    waiting: deque[worker_pb2.Step] = deque()
-    in_flight: deque[tuple[worker_pb2.Step, InFlightStep]] = deque()
     for _ in range(len(requests) // 2):
         recorded.take(core.add(later.popleft(), now))
     for _ in range(MOST_STEPS):
         if later:
             recorded.take(core.add(later.popleft(), now))
-        while True:
-            plan, outcome = core.plan(now, replica)
-            recorded.take(outcome)
-            if plan is None:
-                break
-            wire = step_to_wire(plan, epoch=1).SerializeToString()
-            waiting.append(worker_pb2.Step.FromString(wire))
-        if not (waiting or in_flight):
+        for worker in workers:
+            for outcome in worker.plan(core, now):
+                recorded.take(outcome)
+        if not any(worker.has_steps for worker in workers):
             if not core.unfinished and not later:
                 break
             idle += 1
@@ -119,19 +117,51 @@ def run(
             now += IDLE_NS  # a policy may wait for company
             continue
         idle = 0
-        while waiting and len(in_flight) < (engine.max_in_flight if engine.overlaps else 1):
-            in_flight.append((waiting[0], engine.submit(waiting.popleft())))
-        step, inflight = in_flight.popleft()
-        result = engine.finish(inflight, lambda: bool(waiting or in_flight))
-        if result.error:
-            raise AssertionError(f"step {result.id}: {result.error}")
-        set_timings(step, result)
-        now += result.timings.total_ns
-        recorded.take(core.apply(result_from_wire(result, replica), now))
-        core.check()
+        for worker in workers:
+            if worker.has_steps:
+                result = worker.execute()
+                now += result.timings.total_ns
+                recorded.take(core.apply(result_from_wire(result, worker.replica), now))
+                core.check()
     if core.unfinished:
         raise AssertionError(f"{core.unfinished} requests never ended; stats {core.stats()}")
     return recorded, core
+
+
+class _Worker:
+    """An engine, its number in the core, and its steps that are planned or in flight."""
+
+    def __init__(self, engine: Engine, replica: int) -> None:
+        self.replica = replica
+        self._engine = engine
+        self._waiting: deque[worker_pb2.Step] = deque()
+        self._in_flight: deque[tuple[worker_pb2.Step, InFlightStep]] = deque()
+
+    @property
+    def has_steps(self) -> bool:
+        return bool(self._waiting or self._in_flight)
+
+    def plan(self, core: Scheduler, now_ns: int) -> Iterator[Outcome | None]:
+        """Plan as many steps as the core allows; yield what each attempt ended."""
+        while True:
+            plan, outcome = core.plan(now_ns, self.replica)
+            yield outcome
+            if plan is None:
+                return
+            wire = step_to_wire(plan, epoch=1).SerializeToString()
+            self._waiting.append(worker_pb2.Step.FromString(wire))
+
+    def execute(self) -> worker_pb2.Result:
+        """Submit as many steps as the engine takes; return the result of the oldest."""
+        waiting, in_flight, engine = self._waiting, self._in_flight, self._engine
+        while waiting and len(in_flight) < (engine.max_in_flight if engine.overlaps else 1):
+            in_flight.append((waiting[0], engine.submit(waiting.popleft())))
+        step, inflight = in_flight.popleft()
+        result = engine.finish(inflight, lambda: self.has_steps)
+        if result.error:
+            raise AssertionError(f"step {result.id}: {result.error}")
+        set_timings(step, result)
+        return result
 
 
 def set_timings(step: worker_pb2.Step, result: worker_pb2.Result) -> None:

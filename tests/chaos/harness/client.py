@@ -188,7 +188,7 @@ class Client:
             self._last = found.id
             position = found.id.rpartition(":")[2]
             connection.events += [_event(choice, time.monotonic(), position) for choice in event["choices"]]
-            connection.usage = counts(event.get("usage")) or connection.usage
+            take_usage(event.get("usage"), connection)
             self._read += 1
             if self._leaves():
                 connection.end = LEFT
@@ -234,7 +234,8 @@ class Client:
 def take_whole(whole: dict[str, Any], connection: Connection) -> None:
     """Write down an answer without streaming."""
     connection.events = [_event(choice, time.monotonic(), None) for choice in whole["choices"]]
-    connection.usage, connection.end = counts(whole["usage"]), DONE
+    connection.end = DONE
+    take_usage(whole["usage"], connection)
 
 
 def _event(choice: dict[str, Any], at_s: float, position: str | None) -> Event:
@@ -254,6 +255,14 @@ async def _sse(content: aiohttp.StreamReader) -> AsyncIterator[sse.Event]:
             return
         if (event := decoder.feed(line.decode().rstrip())) is not None:
             yield event
+
+
+def take_usage(usage: dict[str, Any] | None, connection: Connection) -> None:
+    """Write down the tokens of an answer, and how many of them were drafts."""
+    if usage:
+        connection.usage = counts(usage)
+        details = usage.get("completion_tokens_details") or {}
+        connection.accepted_drafts = details.get("accepted_prediction_tokens", 0)
 
 
 def counts(usage: dict[str, Any] | None) -> dict[str, int] | None:

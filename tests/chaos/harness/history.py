@@ -44,6 +44,7 @@ class Connection:
     end: str = ""
     text: str = ""  # of an error: its message
     status: int = 0  # of HTTP; 0: no answer
+    accepted_drafts: int = 0  # as the usage says
 
 
 @dataclass(slots=True)

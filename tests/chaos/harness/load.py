@@ -36,6 +36,9 @@ GRAMMAR, GRAMMAR_TOKENS = "grammar", 240
 
 PATTERN = r"[a-z]{3,9}( [a-z]{3,9}){4,12}\."
 
+PREDICTED = "sampled x2 stream"
+"""The template that is also sent with its output as the prediction."""
+
 MUCH = f"much x{SLOW_CHOICES} stream"
 """The template of slow clients alone."""
 
@@ -127,15 +130,22 @@ def with_stop(template: Template, outcome: Outcome) -> Template | None:
     return Template(f"{template.name} stop", {**template.body, "stop": [stop]}, template.path)
 
 
+def with_prediction(template: Template, outcome: Outcome) -> Template:
+    """Return the same request with the outputs of its choices as the prediction: most of its drafts are right."""
+    prediction = {"type": "content", "content": "".join(outcome.texts)}
+    return Template(f"{template.name} prediction", {**template.body, "prediction": prediction}, template.path)
+
+
 def _new_key() -> str:
     """Return an idempotency key that no earlier run had: on a stack that runs on, that key means an earlier request."""
     return f"chaos {secrets.token_hex(8)}"
 
 
 async def undisturbed(session: aiohttp.ClientSession, urls: list[str], template: Template) -> Outcome:
-    """What the template gives while nothing else runs. Raises RuntimeError when it does not end well."""
+    """Return what the template gives while nothing else runs, without drafts. Raise RuntimeError if it ends badly."""
     history = History(-1, template.name, template.choices, template.stream, "stay", key=_new_key())
-    await Client(session, urls, Order(history, template.body, template.path, 0, 0)).run()
+    body = {**template.body, "speculate": False}
+    await Client(session, urls, Order(history, body, template.path, 0, 0)).run()
     last = history.connections[-1]
     if last.end != DONE or last.usage is None:
         raise RuntimeError(f"the undisturbed run of {template.name} ended with {last.end} {last.text}")

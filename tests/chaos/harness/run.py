@@ -31,7 +31,17 @@ from tests.chaos.harness.client import Sessions, session
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.faults import AT_ONCE, KINDS, Faults
 from tests.chaos.harness.history import DONE, SLOW, History, Injected, Outcome, Plan, Rest
-from tests.chaos.harness.load import GRAMMAR, Load, Template, grammars, templates, undisturbed, with_stop
+from tests.chaos.harness.load import (
+    GRAMMAR,
+    PREDICTED,
+    Load,
+    Template,
+    grammars,
+    templates,
+    undisturbed,
+    with_prediction,
+    with_stop,
+)
 from tests.chaos.harness.pauses import Gap, Refills, gaps, longest, read_refills
 from tests.chaos.harness.rest import epochs, said, settled, unfinished
 from tests.chaos.harness.stack import ChaosStack, NotReadyError, RunningStack, Stack, until
@@ -110,6 +120,9 @@ class Result:
             "faults": dict(sorted(Counter(fault.kind for fault in self.faults).items())),
             "clients": {plan: plans[plan] for plan in get_args(Plan)},
             "reconnects": sum(max(0, len(history.connections) - 1) for history in self.histories),
+            "accepted_drafts": sum(
+                connection.accepted_drafts for history in self.histories for connection in history.connections
+            ),
             "abandoned": self.abandoned,
             **self.pauses,
         }
@@ -202,7 +215,12 @@ class _Run:
             if self._scenario.templates is not None and len(self._templates) >= self._scenario.templates:
                 break
             await self._learn(template)
-            stopped = with_stop(template, self._outcomes[template.name])
+            outcome = self._outcomes[template.name]
+            if template.name == PREDICTED:
+                predicted = with_prediction(template, outcome)
+                self._templates.append(predicted)
+                self._outcomes[predicted.name] = outcome
+            stopped = with_stop(template, outcome)
             if stopped is not None and template.choices <= 2:
                 await self._learn(stopped)
         for template in grammars(self._stack.name, self._scenario.seed) if self._scenario.is_mixed else ():

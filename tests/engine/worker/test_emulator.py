@@ -147,16 +147,17 @@ def check_drafts(core: Scheduler) -> None:
     assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
 
 
-@pytest.mark.parametrize(("order", "lookahead"), [(None, 0), (1, 1), (3, 1)])
+@pytest.mark.parametrize(("order", "lookahead", "microbatches"), [(None, 0, 2), (1, 1, 1), (3, 1, 1)])
 def test_drafts_leave_transformers_tokens(
-    reference: Reference, monkeypatch: pytest.MonkeyPatch, order: int | None, lookahead: int
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, order: int | None, lookahead: int, microbatches: int
 ) -> None:
     """Greedy, as a row may have other bits beside other rows; no token hangs on them here."""
     monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
     engine = emulated(monkeypatch, reference.path, order, kv_blocks=9, host_blocks=12)
     engine.warm_up()
     policy = "orcinus:memory=watermark,relief=newest-swap"
-    recorded, core = in_process.run(engine, drafted(reference), policy, lookahead=lookahead, speculate="suffix")
+    settings: dict[str, Any] = {"lookahead": lookahead, "microbatches": microbatches}
+    recorded, core = in_process.run(engine, drafted(reference), policy, speculate="suffix", **settings)
     assert tokens_of(recorded) == reference.outputs and not recorded.errors
     for at in range(1, len(reference.prompts), 2):
         told = unpack_records(recorded.logprobs[f"r{at}", 0], 3)
