@@ -36,15 +36,17 @@ async def open_loop(client: Client, key: str, rps: float, span_s: float) -> list
 
 
 def served(seen: list[Seen]) -> int:
-    """Return the number of requests that were answered."""
-    return sum(one.status == 200 for one in seen)
+    """Return the number of requests that were answered whole."""
+    return sum(one.is_good for one in seen)
 
 
 def row(seen: list[Seen], span_s: float) -> dict[str, Any]:
     """Return the figures of one tenant in one part."""
     times = [one.first - one.due for one in seen if one.first]
     p50, p99 = np.percentile(times, [50, 99]) * 1e3 if times else (0.0, 0.0)
-    answers = Counter(f"{one.status or 'broken'} {one.code}".strip() for one in seen)
+    answers = Counter(
+        f"{one.status if one.is_good or one.status != 200 else 'broken'} {one.code}".strip() for one in seen
+    )
     return {
         "ttft_ms_p50": round(p50, 1), "ttft_ms_p99": round(p99, 1), "served_rps": round(served(seen) / span_s, 2),
         "answers": dict(sorted(answers.items())),

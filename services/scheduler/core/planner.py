@@ -117,7 +117,7 @@ class Planner:
         if not rows.size or not replica.speculation.possible or replica.inflight_of.get(step.microbatch):
             return
         left, prompts = max_tokens - rows.size - step.prefill_tokens, step.prefill_tokens
-        drafts = replica.speculation.drafts(rows, left, replica.available, step.context, prompts)
+        drafts = replica.speculation.drafts(rows, left, replica.available, step.context, prompts, step.microbatch)
         if drafts is not None:
             step.speculate(drafts)
 
@@ -150,7 +150,7 @@ class Planner:
             decoding &= (table.unanswered[:high] == 0) | (table.microbatch[:high] == microbatch)
         rows = decoding.nonzero()[0]
         tokens = replica.tokens.max_tokens(replica, self._state.step_tokens) - rows.size
-        return replica.speculation.worth_waiting(rows, tokens, int(table.planned[rows].sum()))
+        return replica.speculation.worth_waiting(rows, tokens, int(table.planned[rows].sum()), microbatch)
 
     def _pool(self, step: StepBuilder, batch: Pooled, now_ns: int, out: OutcomeBuilder) -> None:
         """Let sequences enter into what the running prompts leave of the budget; then give all prompts their chunks."""

@@ -60,7 +60,7 @@ class Endings(Protocol):
     """The part of the scheduler by which results end sequences."""
 
     def collector(self) -> OutcomeBuilder:
-        """Return the builder of the next Outcome, with the rows that were left for it."""
+        """Return the builder of the next Outcome, with what was not told yet."""
 
     def withdraw(self, sequence: Sequence) -> None:
         """Take a sequence out of its row or the waiting queue before its end."""

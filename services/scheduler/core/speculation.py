@@ -10,7 +10,7 @@ over rows; a row is searched for again only when what was found is used up or an
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ MAX_DELAY_NS = 20e6  # of both; more is a pause of the machine
 INITIAL_SHARE = 0.7  # share of drafts that is taken to be right before any of a tenant was tried
 FORCED_SHARE = 0.95  # the same of forced ones: their text may come in other tokens
 DELAY_RATE = 0.05  # weight of a step in what passes beside steps
+PACE_RATE = 0.1  # weight of a step in the mean tokens of a row in steps with drafts
 SHARE_RATE = 0.25  # weight of a step in a row's share
 TENANT_RATE = 0.1  # weight of an ended request's share in its tenant's
 MAX_SHARES = 4096  # tenants of which a share is kept: those that were served last
@@ -63,6 +64,24 @@ class Drafts:
     rows: Rows  # [k] ascending
     counts: Int32  # [k] at least 1
     tokens: Int32  # those of one row after another
+
+
+@dataclass(slots=True)
+class Pauses:
+    """The looks for drafts of one microbatch: each takes about as long as the kernels take for some rows."""
+
+    left: int = 0  # looks that are left out
+    in_vain: int = 0  # looks of late that led to no draft
+    waited: Rows = field(default_factory=lambda: NO_ROWS)  # that a step was put off for
+
+    def after(self, is_found: bool) -> None:
+        """Leave out the more looks, the more before this one were in vain."""
+        if is_found:
+            self.in_vain //= PATIENCE
+            return
+        in_vain = max(2 * self.in_vain, PATIENCE) if self.waited.size else self.in_vain + 1
+        self.in_vain = min(in_vain, PATIENCE * (MAX_PAUSE - 1))
+        self.left = self.in_vain // PATIENCE
 
 
 class History:
@@ -213,29 +232,35 @@ class Speculation:
         self._alone_ns = ALONE_NS
         self._ahead_ns = AHEAD_NS
         self._answered_ns = 0  # when the last step was answered
-        self._waited: Rows = NO_ROWS  # that a step was put off for
         self._looks = 0
+        self._pauses_of: dict[int, Pauses] = {}  # by microbatch
+        # Mean tokens of a row in steps in which any row had drafts, the latest count most.
+        self._pace: npt.NDArray[np.float64] = np.ones(slots)
         self._watches: npt.NDArray[np.int64] = np.zeros(slots, np.int64)  # of a row that is trusted too little
         self._watch_at: npt.NDArray[np.int64] = np.zeros(slots, np.int64)  # the look from which on the next one is due
-        self._pause = 0  # looks that are left out
-        self._in_vain = 0  # looks of late that led to no draft
 
     @property
     def possible(self) -> bool:
         """Return whether steps of this replica may have drafts."""
         return self._limits.max_drafts > 0
 
-    def drafts(self, rows: Rows, tokens_left: int, blocks_left: int, context: int, prompts: int = 0) -> Drafts | None:
+    def drafts(
+        self, rows: Rows, tokens_left: int, blocks_left: int, context: int, prompts: int = 0, microbatch: int = 0
+    ) -> Drafts | None:
         """Return drafts for a step of `rows`, their own tokens planned, unless looks pause; see propose()."""
-        waited, self._waited = self._waited, NO_ROWS
-        if not waited.size and self._pauses(rows):
+        pauses = self._pauses_of.setdefault(microbatch, Pauses())
+        if not pauses.waited.size and self._is_left_out(rows, pauses):
             return None
         found = self.propose(rows, tokens_left, blocks_left, context, prompts=prompts)
-        if found is None and prompts:  # which may have left no room
-            return None
-        wrong = waited if found is None else np.setdiff1d(waited, found.rows)
-        self._share[wrong] *= 1 - SHARE_RATE  # their first draft was, or they have ended
-        self._pause_after(found, waited.size > 0)
+        if found is not None:
+            self._pace[rows] += PACE_RATE * (1.0 - self._pace[rows])  # and what is right of the drafts: learn()
+        if prompts:  # which may have left no room
+            pauses.waited = NO_ROWS
+        if found is not None or not prompts:
+            wrong = pauses.waited if found is None else np.setdiff1d(pauses.waited, found.rows)
+            self._share[wrong] *= 1 - SHARE_RATE  # their first draft was, or they have ended
+            pauses.after(found is not None)
+        pauses.waited = NO_ROWS
         return found
 
     def propose(
@@ -294,19 +319,23 @@ class Speculation:
         base_ns = step_ns + self._alone_ns
         if waiting:
             base_ns += max(self._alone_ns - self._ahead_ns, 0.0)
-        counts = level(counts, room)
-        if (slowest := self._slowest(every, rows, counts, unanswered, chances)) < UNBOUNDED:
-            counts = level(counts, int(max(slowest * plain_ns / MIN_TENANT_GAIN - base_ns, 0.0) / max(draft_ns, 1.0)))
-        counts = self._within(rows, counts, blocks_left)
+        counts = self._within(rows, level(counts, room), blocks_left)
+        slowest = self._slowest(every, rows, counts, unanswered, chances)
+        if slowest < UNBOUNDED:
+            free = int(np.minimum(counts, unanswered).sum())  # the answer brings tokens without a row
+            longer_ns = max(slowest * plain_ns / MIN_TENANT_GAIN - base_ns, 0.0)
+            counts = level(counts, free + int(min(longer_ns / max(draft_ns, 1.0), UNBOUNDED)))
+            slowest = self._slowest(every, rows, counts, unanswered, chances)
         some = counts > unanswered
         if not some.all():
             rows, counts = rows[some], counts[some]
             unanswered, chances = unanswered[some], chances[some]
             if not rows.size:
                 return None
-        gains = self._gains(counts, unanswered)  # the answer brings tokens without a row
+        gains = self._gains(counts, unanswered)
         expected = float(np.exp(chances[gains]).sum())
-        if (total + expected) * plain_ns < MIN_GAIN * total * (base_ns + draft_ns * np.count_nonzero(gains)):
+        took_ns = base_ns + draft_ns * np.count_nonzero(gains)
+        if (total + expected) * plain_ns < MIN_GAIN * total * took_ns or slowest * plain_ns < MIN_TENANT_GAIN * took_ns:
             return None
         return Drafts(rows, counts, self._follows_from[rows, self._at[rows], :-1][_AHEAD[:-1] < counts[:, None]])
 
@@ -316,9 +345,10 @@ class Speculation:
         return (_AHEAD[:-1] < counts[:, None]) & (_AHEAD[:-1] >= unanswered[:, None])
 
     def _slowest(self, every: Rows | slice, rows: Rows, counts: Int32, unanswered: Int32, chances: Float32) -> float:
-        """Return the mean tokens of a row in this step, of the tenant with the fewest; UNBOUNDED of one tenant.
+        """Return the mean tokens of a row, of the tenant with the fewest; UNBOUNDED of one tenant.
 
-        every: all rows of the step; rows, [k]: those with counts[i] drafts.
+        A tenant has those of this step or, if they were more, those of its last ones: its rows seldom have drafts in
+        the same step. every: all rows of the step; rows, [k]: those with counts[i] drafts.
         """
         tenants = self._table.tenant[every]
         if (tenants == tenants[0]).all():
@@ -326,20 +356,22 @@ class Speculation:
         drafted = np.zeros(self._table.slots)
         drafted[rows] = (np.exp(chances) * self._gains(counts, unanswered)).sum(axis=1)
         _, each = np.unique(tenants, return_inverse=True)
-        return 1.0 + float((np.bincount(each, drafted[every]) / np.bincount(each)).min())
+        tokens = np.maximum(np.bincount(each, 1.0 + drafted[every]), np.bincount(each, self._pace[every]))
+        return float((tokens / np.bincount(each)).min())
 
-    def worth_waiting(self, rows: Rows, tokens_left: int, context: int) -> bool:
+    def worth_waiting(self, rows: Rows, tokens_left: int, context: int, microbatch: int = 0) -> bool:
         """Return whether `rows`, some with a step unanswered, should have drafts behind its answer and no step now.
 
         If the answer is another than the drafts say, the device has waited for nothing; then looks pause.
         """
-        if self._pauses(rows):
+        pauses = self._pauses_of.setdefault(microbatch, Pauses())
+        if self._is_left_out(rows, pauses):
             return False
         drafts = self.propose(rows, tokens_left, self._limits.blocks, context, waiting=True)
         if drafts is None:
-            self._pause_after(None)
+            pauses.after(False)
             return False
-        self._waited = drafts.rows
+        pauses.waited = drafts.rows
         return True
 
     def answered(self, planned_ns: int, step_ns: int, now_ns: int, alone: bool) -> None:
@@ -366,6 +398,7 @@ class Speculation:
         unmasked = (right < drafts) & (last == self._follows_from[rows, at, right])
         self._judge_both(rows, right + unmasked, np.minimum(right + 1, drafts), at)
         self._checked[rows] = table.applied[rows]
+        self._pace[rows] += PACE_RATE * right
         self._history.drafted += int(drafts.sum())
         self._history.accepted += int(right.sum())
 
@@ -390,7 +423,9 @@ class Speculation:
         if (new := self._seen[rows] != self._table.generation[rows]).any():
             self._begin(rows[new])
         self._advance(rows)
-        self._has_forced, self._pause = True, 0
+        self._has_forced = True
+        for pauses in self._pauses_of.values():
+            pauses.left = 0
         starts, right = np.cumsum(counts) - counts, self._forced_share[rows]
         if (worse := right < np.minimum(self._share[rows], INITIAL_SHARE)).any():
             self._trust_forced(rows[worse])
@@ -420,31 +455,24 @@ class Speculation:
         self._size[rows] = self._at[rows] = self._forced[rows] = 0
         self._next[rows] = self._table.applied[rows] + 1
 
-    def _pauses(self, rows: Rows) -> bool:
-        """Return whether this look is left out: a look of many rows costs as much as many of their tokens.
+    def _is_left_out(self, rows: Rows, pauses: Pauses) -> bool:
+        """Return whether this look for drafts of `rows` is left out.
 
         Rows that begin end the pause, unless drafts of their tenants were mostly wrong.
         """
-        if not self._pause or not rows.size:
+        if not rows.size or not self._model.observed:
+            return True
+        if not pauses.left:
             return False
         self._looks += 1
-        self._pause -= 1
+        pauses.left -= 1
         every = self._table.rows(rows)
         if np.count_nonzero(new := self._seen[every] != self._table.generation[every]):
             self._begin(rows[new])
             if (self._willing[rows[new]] & (self._share[rows[new]] >= TRUSTED_SHARE)).any():
-                self._pause = 0
+                pauses.left = 0
                 return False
         return True
-
-    def _pause_after(self, found: Drafts | None, has_waited: bool = False) -> None:
-        """Leave out the more looks, the more before this one were in vain."""
-        if found is not None:
-            self._in_vain //= PATIENCE
-            return
-        in_vain = max(2 * self._in_vain, PATIENCE) if has_waited else self._in_vain + 1
-        self._in_vain = min(in_vain, PATIENCE * (MAX_PAUSE - 1))
-        self._pause = self._in_vain // PATIENCE
 
     def _trust_forced(self, rows: Rows) -> None:
         """Trust forced drafts of rows a little more, as they are not compared while the row does without them."""
@@ -512,7 +540,7 @@ class Speculation:
         table = self._table
         self._misses[rows] = self._next[rows] = self._watches[rows] = self._watch_at[rows] = 0
         self._at[rows] = self._size[rows] = self._forced[rows] = self._checked[rows] = 0
-        self._forced_share[rows] = FORCED_SHARE
+        self._forced_share[rows], self._pace[rows] = FORCED_SHARE, 1.0
         self._seen[rows] = table.generation[rows]
         self._index.clear(rows)
         for row in rows.tolist():

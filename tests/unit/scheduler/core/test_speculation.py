@@ -378,19 +378,67 @@ def test_looks_without_a_guess_pause_until_a_trusted_row_begins(monkeypatch: pyt
     assert looks[0] == 1
 
 
-@pytest.mark.parametrize("tenants", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)])
-def test_guesses_of_a_tenant_hardly_slow_the_rows_of_another(tenants: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("repeating", [0, 1])
+def test_microbatch_with_guesses_is_looked_at_beside_one_without(repeating: int) -> None:
+    table, _ = running(2, LIMITS)
+    made = Speculation(table, LIMITS, measured(), History())
+    table.tokens[:2] = np.arange(2 * table.width).reshape(2, -1)
+    waits = [0, 0]
+    for number in range(400):
+        if number == 200:
+            table.tokens[repeating, :60], table.applied[repeating] = np.tile(ids(1, 2, 3, 4), 15), 50
+        for microbatch in range(2):
+            waits[microbatch] += made.worth_waiting(np.array([microbatch]), 1000, 25, microbatch)
+    assert waits[repeating] > 100 and not waits[1 - repeating]
+
+
+def of_tenants(*tenants: int, draft_ns: float = 40_000) -> tuple[SlotTable, Speculation, StepTime]:
+    """Four rows, of which the first two repeat themselves; nothing passes beside steps."""
     table, _ = running(4, LIMITS)
     table.tenant[:4] = tenants
-    table.tokens[2:4, :25] = np.arange(25)  # no guesses for the last two rows
-    model = measured(draft_ns=40_000)
+    table.tokens[2:4, :25] = np.arange(25)
+    model = measured(draft_ns=draft_ns)
     made = Speculation(table, LIMITS, model, History())
-    for _ in range(400):  # nothing passes beside steps
+    for _ in range(400):
         made.answered(0, 2 * MS, 2 * MS, alone=True)
-    found = made.propose(np.arange(4), 1000, 1000, 100)
-    assert found is not None
-    slower = model.predict(4 + found.tokens.size, 100) / model.predict(4, 100)
-    assert slower < 1.12 if tenants == (0, 0, 1, 1) else slower > 1.15
+        made.answered(0, 2 * MS, 2 * MS, alone=False)
+    return table, made, model
+
+
+def slower(model: StepTime, drafts: Drafts | None) -> float:
+    assert drafts is not None
+    return model.predict(4 + drafts.tokens.size, 100) / model.predict(4, 100)
+
+
+@pytest.mark.parametrize("tenants", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)])
+def test_guesses_of_a_tenant_hardly_slow_the_rows_of_another(tenants: tuple[int, ...]) -> None:
+    _, made, model = of_tenants(*tenants)
+    times = slower(model, made.propose(np.arange(4), 1000, 1000, 100))
+    assert times < 1.12 if tenants == (0, 0, 1, 1) else times > 1.15
+
+
+def test_guesses_that_find_no_block_are_no_gain_of_their_tenant() -> None:
+    table, made, model = of_tenants(0, 1, 0, 1, draft_ns=100_000)
+    table.capacity[:2] = table.planned[:2] + (16, 0)
+    free = made.propose(np.arange(4), 1000, 1000, 100)
+    full = made.propose(np.arange(4), 1000, 0, 100)
+    assert slower(model, free) > 1.3 and slower(model, full) < 1.12
+
+
+def test_tenant_whose_rows_take_turns_with_guesses_may_be_slowed_in_one_step() -> None:
+    table, made, model = of_tenants(0, 0, 1, 1)
+    for _ in range(20):  # in steps before, both tenants got three tokens a row
+        drafts = made.drafts(np.arange(4), 1000, 1000, 100)
+        made.learn(np.arange(4), np.full(4, 2, np.int32), np.full(4, 2, np.int32))
+        table.applied[:4] = 25
+    assert drafts is not None and slower(model, made.propose(np.arange(4), 1000, 1000, 100)) > 1.15
+
+
+def test_guesses_of_what_an_answer_brings_take_no_room_from_a_tenant() -> None:
+    table, made, model = of_tenants(0, 0, 1, 1)
+    table.unanswered[:4] = 3
+    found = made.propose(np.arange(4), 1000, 1000, 100, waiting=True)
+    assert found is not None and found.tokens.size - 3 * found.rows.size >= 5
 
 
 def test_guesses_go_on_behind_right_ones_without_another_search(monkeypatch: pytest.MonkeyPatch) -> None:
