@@ -419,7 +419,7 @@ def test_guesses_of_a_tenant_hardly_slow_the_rows_of_another(tenants: tuple[int,
 
 def test_guesses_that_find_no_block_are_no_gain_of_their_tenant() -> None:
     table, made, model = of_tenants(0, 1, 0, 1, draft_ns=100_000)
-    table.capacity[:2] = table.planned[:2] + (16, 0)
+    table.capacity[:2] = table.planned[:2] + np.array([16, 0])
     free = made.propose(np.arange(4), 1000, 1000, 100)
     full = made.propose(np.arange(4), 1000, 0, 100)
     assert slower(model, free) > 1.3 and slower(model, full) < 1.12
@@ -435,7 +435,7 @@ def test_tenant_whose_rows_take_turns_with_guesses_may_be_slowed_in_one_step() -
 
 
 def test_guesses_of_what_an_answer_brings_take_no_room_from_a_tenant() -> None:
-    table, made, model = of_tenants(0, 0, 1, 1)
+    table, made, _ = of_tenants(0, 0, 1, 1)
     table.unanswered[:4] = 3
     found = made.propose(np.arange(4), 1000, 1000, 100, waiting=True)
     assert found is not None and found.tokens.size - 3 * found.rows.size >= 5
