@@ -49,8 +49,9 @@ MAX_SHARES = 4096  # tenants of which a share is kept: those that were served la
 MIN_SHARE, MAX_SHARE = 0.01, 0.98  # no share is taken to be less, or more
 RECOVERY_RATE = 0.01  # a row that does without forced drafts: their share moves back to FORCED_SHARE by so much a step
 WATCH = np.array([4, 4, 16])  # looks for drafts from one look at a row that is trusted too little to the next
-MAX_PAUSE = 16  # tokens that a row without a match gets at most before the next search; steps between looks in vain
+MAX_PAUSE = 16  # tokens that a row without a match gets at most before the next search; looks left out at most
 PATIENCE = 4  # looks in vain for each one that is left out behind the next
+ROWS_A_PAUSE = 4  # rows for each look that is left out at most
 TRUSTED_SHARE = 0.5  # share from which a row that begins ends a pause of the looks
 
 _DRAFTS: npt.NDArray[np.float64] = np.arange(1.0, MAX_ROW_DRAFTS + 1)  # of a row
@@ -68,20 +69,27 @@ class Drafts:
 
 @dataclass(slots=True)
 class Pauses:
-    """The looks for drafts of one microbatch: each takes about as long as the kernels take for some rows."""
+    """The looks for drafts of one microbatch that are left out."""
 
-    left: int = 0  # looks that are left out
-    in_vain: int = 0  # looks of late that led to no draft
-    waited: Rows = field(default_factory=lambda: NO_ROWS)  # that a step was put off for
+    left: int = 0
+    looks: int = 0  # of late that led to no draft
+    waits: int = 0  # for an answer behind which no draft was left, one after another
+    waited: Rows = field(default_factory=lambda: NO_ROWS)  # that a step is put off for
 
-    def after(self, is_found: bool) -> None:
-        """Leave out the more looks, the more before this one were in vain."""
-        if is_found:
-            self.in_vain //= PATIENCE
-            return
-        in_vain = max(2 * self.in_vain, PATIENCE) if self.waited.size else self.in_vain + 1
-        self.in_vain = min(in_vain, PATIENCE * (MAX_PAUSE - 1))
-        self.left = self.in_vain // PATIENCE
+    def after_look(self, rows: int, is_found: bool) -> None:
+        """Leave out the more looks, the more before this one, at `rows` rows, led to nothing.
+
+        A look takes the scheduler about as long however many rows it finds nothing for, and drafts of many rows are
+        seldom worth their cost.
+        """
+        looks = self.looks // PATIENCE if is_found else self.looks + 1
+        self.looks = min(looks, PATIENCE * min(rows // ROWS_A_PAUSE, MAX_PAUSE))
+        self.left = 0 if is_found else self.looks // PATIENCE
+
+    def after_wait(self, is_found: bool) -> None:
+        """Leave out 1, 3, 7, ... looks after waits in vain, as the device stood still."""
+        self.waits = 0 if is_found else min(self.waits + 1, 6)
+        self.left, self.waited = (1 << self.waits) - 1, NO_ROWS
 
 
 class History:
@@ -249,17 +257,18 @@ class Speculation:
     ) -> Drafts | None:
         """Return drafts for a step of `rows`, their own tokens planned, unless looks pause; see propose()."""
         pauses = self._pauses_of.setdefault(microbatch, Pauses())
-        if not pauses.waited.size and self._is_left_out(rows, pauses):
+        waited = pauses.waited
+        if not waited.size and self._is_left_out(rows, pauses):
             return None
         found = self.propose(rows, tokens_left, blocks_left, context, prompts=prompts)
         if found is not None:
             self._pace[rows] += PACE_RATE * (1.0 - self._pace[rows])  # and what is right of the drafts: learn()
-        if prompts:  # which may have left no room
-            pauses.waited = NO_ROWS
-        if found is not None or not prompts:
-            wrong = pauses.waited if found is None else np.setdiff1d(pauses.waited, found.rows)
+        if waited.size and not prompts:  # which may have left no room
+            wrong = waited if found is None else np.setdiff1d(waited, found.rows)
             self._share[wrong] *= 1 - SHARE_RATE  # their first draft was, or they have ended
-            pauses.after(found is not None)
+            pauses.after_wait(found is not None)
+        elif found is not None or not prompts:
+            pauses.after_look(rows.size, found is not None)
         pauses.waited = NO_ROWS
         return found
 
@@ -369,7 +378,7 @@ class Speculation:
             return False
         drafts = self.propose(rows, tokens_left, self._limits.blocks, context, waiting=True)
         if drafts is None:
-            pauses.after(False)
+            pauses.after_look(rows.size, False)
             return False
         pauses.waited = drafts.rows
         return True

@@ -356,8 +356,11 @@ def test_wait_for_an_answer_that_was_in_vain_is_not_repeated_at_once() -> None:
     assert Speculation(table, LIMITS, measured(), History()).worth_waiting(row, 1000, 25)
 
 
-def test_looks_without_a_guess_pause_until_a_trusted_row_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    history, (table, _) = History(), running(3, LIMITS)
+@pytest.mark.parametrize(("rows", "most"), [(3, 200), (32, 40)])
+def test_looks_without_a_guess_pause_where_they_cost_many_rows(
+    rows: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history, (table, _) = History(), running(rows + 2, LIMITS)
     made, looks, propose = Speculation(table, LIMITS, measured(), history), [0], Speculation.propose
 
     def counted(*args: Any, **more: Any) -> Drafts | None:
@@ -365,31 +368,32 @@ def test_looks_without_a_guess_pause_until_a_trusted_row_begins(monkeypatch: pyt
         return propose(*args, **more)
 
     monkeypatch.setattr(Speculation, "propose", counted)
-    table.tokens[:3] = np.arange(3 * table.width).reshape(3, -1)  # nothing stands there twice
+    table.tokens[:] = np.arange(table.tokens.size).reshape(table.tokens.shape)  # nothing stands there twice
     for _ in range(200):
-        assert not made.worth_waiting(np.array([0]), 1000, 25)
-    assert looks[0] < 60
+        assert not made.worth_waiting(np.arange(rows), 1000, 25 * rows)
+    assert most // 2 < looks[0] <= most
     looks[0] = 0
     history.learn("doubtful", 0.1, 1.0)
-    table.request[1].tenant = "doubtful"
-    for rows in ([0, 1], [0, 1], [0, 1, 2]):
-        assert not looks[0]
-        assert not made.worth_waiting(np.array(rows), 1000, 75)
-    assert looks[0] == 1
+    table.request[rows].tenant = "doubtful"
+    for count in (rows + 1, rows + 1, rows + 2):  # the last one begins with a look
+        assert not looks[0] or rows < 4
+        assert not made.worth_waiting(np.arange(count), 1000, 25 * count)
+    assert looks[0] == 1 or rows < 4
 
 
 @pytest.mark.parametrize("repeating", [0, 1])
 def test_microbatch_with_guesses_is_looked_at_beside_one_without(repeating: int) -> None:
-    table, _ = running(2, LIMITS)
-    made = Speculation(table, LIMITS, measured(), History())
-    table.tokens[:2] = np.arange(2 * table.width).reshape(2, -1)
+    table, _ = running(16, LIMITS)
+    made = Speculation(table, LIMITS, measured(draft_ns=10_000), History())
+    parts = np.arange(8), np.arange(8, 16)
+    table.tokens[:] = np.arange(table.tokens.size).reshape(table.tokens.shape)
     waits = [0, 0]
     for number in range(400):
         if number == 200:
-            table.tokens[repeating, :60], table.applied[repeating] = np.tile(ids(1, 2, 3, 4), 15), 50
+            table.tokens[parts[repeating], :60], table.applied[parts[repeating]] = np.tile(ids(1, 2, 3, 4), 15), 50
         for microbatch in range(2):
-            waits[microbatch] += made.worth_waiting(np.array([microbatch]), 1000, 25, microbatch)
-    assert waits[repeating] > 100 and not waits[1 - repeating]
+            waits[microbatch] += made.worth_waiting(parts[microbatch], 1000, 200, microbatch)
+    assert waits[repeating] > 150 and not waits[1 - repeating]
 
 
 def of_tenants(*tenants: int, draft_ns: float = 40_000) -> tuple[SlotTable, Speculation, StepTime]:
