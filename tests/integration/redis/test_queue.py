@@ -331,8 +331,11 @@ async def test_grammars_of_deleted_streams_are_forgotten(client: Redis, scripts:
 
 async def test_request_that_its_stream_refuses_leaves_no_count(client: Redis, scripts: Scripts) -> None:
     await client.xadd(KEYS.requests("normal"), {"x": "y"}, id=HIGHEST)
-    assert (await enqueue(scripts, "a", **bound()))[0] == b"error"
+    limits = {"concurrent": 1, "rpm": 5, "tpm": 500, "prompts": b"apart"}
+    for _ in range(2):
+        assert (await enqueue(scripts, "a", **bound(**limits)))[0] == b"error"
     assert (await counted(client), await grammars(client)) == ((0, {}), {})
+    assert await client.exists(KEYS.bucket("alice"), KEYS.prompt("a"), KEYS.req("a")) == 0
 
 
 async def test_stream_with_the_highest_id_goes_on_with_what_is_pending(client: Redis, scripts: Scripts) -> None:
