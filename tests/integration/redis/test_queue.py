@@ -311,6 +311,22 @@ async def test_scheduler_keeps_one_text_of_many_requests(client: Redis, scripts:
     assert second.request.grammar is first.request.grammar
 
 
+@pytest.mark.parametrize("lost", ["grammar", "prompts"])
+async def test_unreadable_request_ends_with_all_its_choices(client: Redis, scripts: Scripts, lost: str) -> None:
+    held = Lease(scripts, KEYS, SHARD, 5000)
+    await held.take()
+    intake = Intake(client, client, scripts, KEYS, SHARD, held, Clock())
+    await intake.prepare()
+    wire = queue_pb2.Request(id="r", tenant="alice", n=2, max_tokens=1, prompts_apart=lost == "prompts")
+    if lost == "grammar":
+        wire.prompts.tokens.extend([pack([5])] * 3)
+        wire.sampling.grammar = grammar_name("alice", "lost")
+    delivery = queue_pb2.Delivery(prompt_tails=[pack([5])] * 3).SerializeToString()
+    await enqueue(scripts, "r", request=wire.SerializeToString(), delivery=delivery)
+    (item,) = await intake.read([9, 9, 9, 9])
+    assert item.error and item.choices == 6
+
+
 async def test_text_that_redis_lost_comes_again_with_the_next_request(client: Redis, scripts: Scripts) -> None:
     await enqueue(scripts, "a", **bound())
     await client.hdel(KEYS.queue_grammars, FIELDS[1])
