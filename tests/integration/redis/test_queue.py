@@ -311,6 +311,26 @@ async def test_scheduler_keeps_one_text_of_many_requests(client: Redis, scripts:
     assert second.request.grammar is first.request.grammar
 
 
+async def test_text_of_another_grammar_is_replaced_while_requests_wait(client: Redis, scripts: Scripts) -> None:
+    held = Lease(scripts, KEYS, SHARD, 5000)
+    await held.take()
+    intake = Intake(client, client, scripts, KEYS, SHARD, held, Clock())
+    await intake.prepare()
+    text = "a" * 2000
+    name = grammar_name("alice", text)
+    answers = []
+    for request_id in ("first", "second"):
+        wire = queue_pb2.Request(id=request_id, tenant="alice", n=1, max_tokens=1)
+        wire.prompts.tokens.append(pack([5]))
+        wire.sampling.grammar = name
+        await enqueue(scripts, request_id, request=wire.SerializeToString(), grammar=name, text=text)
+        if request_id == "first":
+            await client.hset(KEYS.queue_grammars, f"text:{name}", "b" * 2000)
+        answers += await intake.read([9, 9, 9, 9])
+    assert [bool(item.error) for item in answers] == [True, False]
+    assert answers[1].request.grammar == text
+
+
 @pytest.mark.parametrize("lost", ["grammar", "prompts"])
 async def test_unreadable_request_ends_with_all_its_choices(client: Redis, scripts: Scripts, lost: str) -> None:
     held = Lease(scripts, KEYS, SHARD, 5000)
