@@ -233,7 +233,7 @@ class GenerationSpec:
             created_ms=time.time_ns() // 1_000_000,
         )
         grammar = self.sampling.grammar
-        if is_apart := len(grammar) > GRAMMAR_APART_BYTES:
+        if is_apart := len(grammar.encode()) > GRAMMAR_APART_BYTES:
             request.sampling.grammar = grammar_name(tenant, grammar)
         return request, prompts.SerializeToString() if apart else b"", grammar if is_apart else ""
 

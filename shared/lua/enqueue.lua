@@ -86,12 +86,14 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   if is_late and held > 0 and held * waiters >= waiting then return {'late'} end
 
   local left_requests, left_tokens = -1, -1
-  if per_request > 0 or per_token > 0 or most > 0 then
+  local is_limited = per_request > 0 or per_token > 0 or most > 0
+  local requests, budget, running
+  if is_limited then
     local held = redis.call('HMGET', bucket, 'requests', 'tokens', 'at', 'running')
     local passed = math.max(0, now - real(held[3], now))
-    local requests = math.min(per_request, real(held[1], per_request) + passed * per_request / 60000)
-    local budget = math.min(per_token, real(held[2], per_token) + passed * per_token / 60000)
-    local running = whole(held[4], 0)
+    requests = math.min(per_request, real(held[1], per_request) + passed * per_request / 60000)
+    budget = math.min(per_token, real(held[2], per_token) + passed * per_token / 60000)
+    running = whole(held[4], 0)
     if most > 0 and running >= most then return {'rate', 1000, string.format('%d concurrent requests', most)} end
     if per_request > 0 and requests < 1 then
       return {'rate', math.ceil((1 - requests) * 60000 / per_request), string.format('%d requests a minute', per_request)}
@@ -100,6 +102,12 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
     if per_token > 0 and budget < math.min(cost, per_token) then
       return {'rate', math.ceil((math.min(cost, per_token) - budget) * 60000 / per_token), string.format('%d tokens a minute', per_token)}
     end
+  end
+
+  -- First of all writes: Redis may refuse it, and then the request leaves nothing.
+  local kept = kept_bytes + (#delivery > LONG_DELIVERY and #delivery or 0)
+  local entry = add_entry(queue, stream, request, tenant, bytes, kept, grammar, text)
+  if is_limited then
     redis.call('HSET', bucket, 'at', now, 'running', running + 1)
     -- A limit that is off has no level. If it is switched on later, its bucket starts full.
     if per_request > 0 then redis.call('HSET', bucket, 'requests', requests - 1) else redis.call('HDEL', bucket, 'requests') end
@@ -111,8 +119,6 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   end
 
   if prompts ~= '' then redis.call('SET', prompt, prompts, 'PX', ttl) end
-  local kept = kept_bytes + (#delivery > LONG_DELIVERY and #delivery or 0)
-  local entry = add_entry(queue, stream, request, tenant, bytes, kept, grammar, text)
   redis.call('HSET', req, 'state', 'queued', 'tenant', tenant, 'gateway', gateway, 'class', class,
     'tokens', tokens, 'enqueued_ms', now, 'attempts', 0, 'stream', stream, 'entry', entry, 'delivery', delivery)
   if background ~= '' then

@@ -49,7 +49,7 @@ class Shard:
             self.core, self.quarantine, Stats(time.monotonic_ns()), reports, self._put, lambda: False, lambda: None,
             lambda: self.fleet.wake_idle(),
         )  # fmt: skip
-        self.registry: Any = SimpleNamespace(ready=[], least_epoch=0, token="")
+        self.registry: Any = SimpleNamespace(ready=[], least_epochs={}, token="")
         claims: Any = SimpleNamespace(joined=self.linked.append, lost=lambda: None)
         self.fleet = Fleet(settings, self.registry, context, claims)
 

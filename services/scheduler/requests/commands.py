@@ -76,6 +76,7 @@ class Commands:
         was set back. So a command may be carried out twice.
         """
         last, attempt = "0-0", 0
+        newest = b""  # the last command that was read and stays in the stream
         kept: deque[tuple[int, str]] = deque()  # outcomes that must be written first, last id read by then
         while True:
             try:
@@ -85,12 +86,14 @@ class Commands:
                     once = [id_ for id_, fields in reply[0][1] if self.take(fields.get(b"c", b"")) in ONCE]
                     if rows:
                         last = rows[-1][0].decode()
+                        newest = next((id_ for id_, _ in reversed(rows) if id_ not in once), newest)
                         kept.append((self._publisher.put_count, last))
                     if once:
                         await self._lease.write(["XDEL", self._key, *once])
                     if len(rows) < len(reply[0][1]):  # an entry without a command sets the stream back
                         await self._lease.write(["XDEL", self._key, HIGHEST_ID], ["XADD", self._key, "*", "x", ""])
-                elif await self._ends_before(last):  # the stream was set back, or lost
+                        kept.clear()  # commands that were not read may have lower ids now
+                elif await self._ends_before(last, newest):  # the stream was set back, or lost
                     last = "0-0"
                     kept.clear()
                 done = ""
@@ -111,10 +114,12 @@ class Commands:
                 await asyncio.sleep(backoff_s(attempt))
                 attempt += 1
 
-    async def _ends_before(self, entry_id: str) -> bool:
-        """Return whether the last command in the stream has an earlier id."""
-        newest: Any = await self._reader.xrevrange(self._key, count=1)
-        return bool(newest) and place_of(newest[0][0]) < place_of(entry_id.encode())
+    async def _ends_before(self, last: str, newest: bytes) -> bool:
+        """Return whether the last command in the stream has an earlier id than `last`, and is not the one that is the
+        `newest` since those behind it were deleted.
+        """
+        rows: Any = await self._reader.xrevrange(self._key, count=1)
+        return bool(rows) and rows[0][0] != newest and place_of(rows[0][0]) < place_of(last.encode())
 
     def take(self, payload: bytes) -> str:
         """Carry out a command, or keep it for the claim under way; return its kind."""

@@ -337,14 +337,25 @@ class Intake:
             return Claimed(entry, decode(entry.request, prompts, grammar, enqueued_ms, gateway, self._clock), cancelled)
         except (ValueError, DecodeError) as bad:
             error = f"request cannot be served: {bad}"
-            placeholder = NewRequest(
+            count, n = len(prompts.tokens) or await self._prompt_count(entry.request.id), max(1, entry.request.n)
+            if count * n > MAX_SEQUENCES:
+                count, n = 1, 1
+            placeholder = NewRequest(  # with the choices of the request: the record says how each of them ended
                 id=entry.request.id,
-                prompts=[_NO_PROMPT],
+                prompts=[_NO_PROMPT] * count,
+                n=n,
                 max_tokens=1,
                 gateway=gateway,
                 payload=entry.request,
             )
             return Claimed(entry, placeholder, cancelled, error)
+
+    async def _prompt_count(self, request_id: str) -> int:
+        """Return the number of prompts of a request by its record; 1 where that does not say it."""
+        key = self._keys.req(request_id)
+        stored = await self._reply(key, "hget", "delivery")
+        delivery = self._letters.read(key, stored or b"", queue_pb2.Delivery.FromString)
+        return max(1, len(delivery.prompt_tails)) if delivery else 1
 
     async def _grammar(self, request: queue_pb2.Request) -> str:
         """Return the text of a request's grammar, one object for all requests of the tenant with it. Raise ValueError
@@ -358,6 +369,8 @@ class Intake:
             stored = await self._reply(key, "hget", f"text:{name}")
             found = None if stored is None else self._letters.read(key, stored, partial(_grammar, request.tenant, name))
             if found is None:
+                if stored is not None:  # another text: the next request that brings the text writes it again
+                    await self._lease.write(["HDEL", key, f"text:{name}"])
                 raise ValueError("grammar: Redis has lost its text; send the request again")
             self._grammars[name] = found
             if len(self._grammars) > MOST_GRAMMARS:

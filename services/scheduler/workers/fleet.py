@@ -239,14 +239,14 @@ class Fleet:
                 limits = await link.open(self._context.core.needed_tiers)
                 self._check_same(worker, link)
                 replica = self._join(limits)
-                self._workers.least_epoch = 0  # the counter in Redis is this epoch now, and says the next
+                self._workers.least_epochs.pop(worker.identity, None)  # the counter in Redis has it now
             except ContractError as error:
                 self._refuse(worker, error)
                 self._ended(worker, 0)
                 return
             except StaleEpochError as error:
                 log.warning("worker %s: %s; taking it again with a higher one", worker.id, error)
-                self._workers.least_epoch = link.info.highest_epoch + 1
+                self._workers.least_epochs[worker.identity] = link.info.highest_epoch + 1
                 self._ended(worker, 0)
                 return
             except (grpc.aio.AioRpcError, ProtocolError, OSError) as error:

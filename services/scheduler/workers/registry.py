@@ -80,7 +80,7 @@ class WorkerRegistry:
         self._shards = shards
         self._patience_s = LEASES * lease_ms / 1000
         self.ready: list[Registration] = []
-        self.least_epoch = 0  # of the next Run: above what workers have seen
+        self.least_epochs: dict[str, int] = {}  # of the next Run by identity: above what the worker has seen
         self._seen: dict[str, tuple[float, float]] = {}  # id -> last registration, since when
         self._unled: dict[str, float] = {}  # shard that has workers and no lease -> since when
 
@@ -170,7 +170,8 @@ class WorkerRegistry:
             if held and worker.shard not in ("", self._shard) and unled_s < self._patience_s:
                 continue
             names = [self._keys.worker(worker.id), self._keys.epoch, self._keys.worker(before or worker.id)]
-            words: list[Value] = [self._lease.text, self._shard, self._keys.prefix, self.least_epoch]
+            least = self.least_epochs.get(worker.identity, 0)
+            words: list[Value] = [self._lease.text, self._shard, self._keys.prefix, least]
             if epoch := int(await self._lease.fenced(self._scripts.take_worker, names, words)):
                 return replace(worker, epoch=epoch)
         return None

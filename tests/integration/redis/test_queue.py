@@ -311,6 +311,42 @@ async def test_scheduler_keeps_one_text_of_many_requests(client: Redis, scripts:
     assert second.request.grammar is first.request.grammar
 
 
+async def test_text_of_another_grammar_is_replaced_while_requests_wait(client: Redis, scripts: Scripts) -> None:
+    held = Lease(scripts, KEYS, SHARD, 5000)
+    await held.take()
+    intake = Intake(client, client, scripts, KEYS, SHARD, held, Clock())
+    await intake.prepare()
+    text = "a" * 2000
+    name = grammar_name("alice", text)
+    answers = []
+    for request_id in ("first", "second"):
+        wire = queue_pb2.Request(id=request_id, tenant="alice", n=1, max_tokens=1)
+        wire.prompts.tokens.append(pack([5]))
+        wire.sampling.grammar = name
+        await enqueue(scripts, request_id, request=wire.SerializeToString(), grammar=name, text=text)
+        if request_id == "first":
+            await client.hset(KEYS.queue_grammars, f"text:{name}", "b" * 2000)
+        answers += await intake.read([9, 9, 9, 9])
+    assert [bool(item.error) for item in answers] == [True, False]
+    assert answers[1].request.grammar == text
+
+
+@pytest.mark.parametrize("lost", ["grammar", "prompts"])
+async def test_unreadable_request_ends_with_all_its_choices(client: Redis, scripts: Scripts, lost: str) -> None:
+    held = Lease(scripts, KEYS, SHARD, 5000)
+    await held.take()
+    intake = Intake(client, client, scripts, KEYS, SHARD, held, Clock())
+    await intake.prepare()
+    wire = queue_pb2.Request(id="r", tenant="alice", n=2, max_tokens=1, prompts_apart=lost == "prompts")
+    if lost == "grammar":
+        wire.prompts.tokens.extend([pack([5])] * 3)
+        wire.sampling.grammar = grammar_name("alice", "lost")
+    delivery = queue_pb2.Delivery(prompt_tails=[pack([5])] * 3).SerializeToString()
+    await enqueue(scripts, "r", request=wire.SerializeToString(), delivery=delivery)
+    (item,) = await intake.read([9, 9, 9, 9])
+    assert item.error and item.choices == 6
+
+
 async def test_text_that_redis_lost_comes_again_with_the_next_request(client: Redis, scripts: Scripts) -> None:
     await enqueue(scripts, "a", **bound())
     await client.hdel(KEYS.queue_grammars, FIELDS[1])
@@ -331,8 +367,11 @@ async def test_grammars_of_deleted_streams_are_forgotten(client: Redis, scripts:
 
 async def test_request_that_its_stream_refuses_leaves_no_count(client: Redis, scripts: Scripts) -> None:
     await client.xadd(KEYS.requests("normal"), {"x": "y"}, id=HIGHEST)
-    assert (await enqueue(scripts, "a", **bound()))[0] == b"error"
+    limits = {"concurrent": 1, "rpm": 5, "tpm": 500, "prompts": b"apart"}
+    for _ in range(2):
+        assert (await enqueue(scripts, "a", **bound(**limits)))[0] == b"error"
     assert (await counted(client), await grammars(client)) == ((0, {}), {})
+    assert await client.exists(KEYS.bucket("alice"), KEYS.prompt("a"), KEYS.req("a")) == 0
 
 
 async def test_stream_with_the_highest_id_goes_on_with_what_is_pending(client: Redis, scripts: Scripts) -> None:

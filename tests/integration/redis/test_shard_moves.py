@@ -181,7 +181,7 @@ class World:
         found = {}
         for process in self.processes:
             last = await self.redis.get(KEYS.shard_epoch(process.shard))
-            if last == process.lease.text.encode():
+            if last and last.split()[0] == process.lease.text.encode():
                 assert process.shard not in found
                 found[process.shard] = process
         return found

@@ -427,10 +427,25 @@ async def test_worker_that_has_seen_more_than_the_counter_raises_it() -> None:
     shard = Shard(SETTINGS)
     async with serving(ScriptedWorker(described(highest_epoch=5000))) as (worker,):
         await shard.fleet.serve(worker)
-        assert shard.registry.least_epoch == 5001 and not shard.events
+        assert list(shard.registry.least_epochs.values()) == [5001] and not shard.events
         serving_now = asyncio.create_task(shard.fleet.serve(replace(worker, epoch=5001)))
         await wait_until(lambda: bool(shard.fleet.loops))
-        assert shard.registry.least_epoch == 0, "the counter has it now; an accident of this worker is not the others'"
+        assert not shard.registry.least_epochs, "the counter has it now"
+        serving_now.cancel()
+        await asyncio.gather(serving_now, return_exceptions=True)
+
+
+async def test_epoch_that_one_worker_has_seen_outlasts_runs_of_others() -> None:
+    shard = Shard(SETTINGS)
+    workers = [ScriptedWorker(described(id=f"w{seen}", highest_epoch=seen)) for seen in (5000, 3000)]
+    async with serving(*workers) as (high, low):
+        high, low = replace(high, identity="high"), replace(low, identity="low")
+        await shard.fleet.serve(high)
+        await shard.fleet.serve(low)
+        assert shard.registry.least_epochs == {"high": 5001, "low": 3001}
+        serving_now = asyncio.create_task(shard.fleet.serve(replace(low, epoch=3001)))
+        await wait_until(lambda: bool(shard.fleet.loops))
+        assert shard.registry.least_epochs == {"high": 5001}
         serving_now.cancel()
         await asyncio.gather(serving_now, return_exceptions=True)
 

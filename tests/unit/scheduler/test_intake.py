@@ -17,7 +17,7 @@ from services.scheduler.requests.commands import Commands
 from services.scheduler.requests.intake import FULL_MS, MAX_TOKENS, Clock, Intake, decode
 from services.scheduler.service import Service
 from shared.keys import CLASSES, Keys
-from shared.redis_client import BLOCK_MS
+from shared.redis_client import BLOCK_MS, HIGHEST_ID
 from shared.settings import SchedulerSettings
 from shared.wire.columns import pack
 from tests.support.waiting import free_port, wait_until
@@ -116,7 +116,9 @@ class Shard:
     """Stands in for stream, lease and publisher; each command that is obeyed has an outcome to be written."""
 
     def __init__(self) -> None:
-        self.coming: asyncio.Queue[queue_pb2.Control | None] = asyncio.Queue()
+        self.coming: asyncio.Queue[queue_pb2.Control | bytes | None] = asyncio.Queue()
+        self.stored: list[bytes] = []
+        self.read_behind = ""
         self.held: set[str] = set()
         self.obeyed: list[str] = []
         self.trimmed: list[str] = []
@@ -130,20 +132,26 @@ class Shard:
 
     async def xread(self, streams: dict[str, str], count: int, block: int) -> Any:
         self.reads += 1
+        self.read_behind = streams["control"]
         control = await self.coming.get()
         if control is None:  # nothing came for a while
             return []
+        if isinstance(control, bytes):
+            return [[b"control", [(control, {})]]]
         self.entries += 1
-        return [[b"control", [(b"%d-0" % self.entries, {b"c": control.SerializeToString()})]]]
+        self.stored.append(b"%d-0" % self.entries)
+        return [[b"control", [(self.stored[-1], {b"c": control.SerializeToString()})]]]
 
     async def xrevrange(self, key: str, count: int) -> Any:
-        return [(b"%d-0" % self.entries, {})] if self.entries else []
+        return [(entry, {}) for entry in self.stored[-1:]]
 
-    async def write(self, *commands: list[str]) -> None:
+    async def write(self, *commands: Any) -> None:
         self.trimmed += [command[3] for command in commands if command[0] == "XTRIM"]
+        deleted = [entry for command in commands if command[0] == "XDEL" for entry in command[2:]]
+        self.stored = [entry for entry in self.stored if entry not in deleted]
 
-    async def read(self, *controls: queue_pb2.Control) -> None:
-        """These come, then nothing, and all of it has been dealt with."""
+    async def read(self, *controls: queue_pb2.Control | bytes) -> None:
+        """These come, then nothing, and all of it has been dealt with. A command may be an id alone."""
         for control in (*controls, None):
             before = self.reads
             self.coming.put_nowait(control)
@@ -196,6 +204,27 @@ async def test_command_stays_in_the_stream_until_its_outcome_is_written(shard: S
     shard.written_count = 1
     await shard.read()
     assert shard.trimmed == ["1-1"]
+
+
+async def test_command_that_leaves_at_once_repeats_none_before_it(shard: Shard) -> None:
+    shard.held.add("a")
+    await shard.read(stop("a"))
+    await shard.read(queue_pb2.Control(policy=queue_pb2.Control.Policy(name="fcfs")))
+    await shard.read()
+    assert (shard.stored, shard.read_behind) == ([b"1-0"], "2-0")
+    shard.stored = [b"0-5"]  # Redis lost the stream, and its clock is behind
+    await shard.read()
+    assert shard.read_behind == "0-0"
+
+
+async def test_stream_that_is_set_back_loses_no_command_unread(shard: Shard) -> None:
+    shard.held.add("a")
+    shard.entries = (1 << 64) - 5
+    await shard.read(stop("a"))
+    shard.written_count = 1
+    shard.coming.put_nowait(HIGHEST_ID)
+    await shard.read()
+    assert shard.trimmed == []
 
 
 class Reader:
