@@ -47,7 +47,9 @@ def requests() -> Iterator[NewRequest]:
     for number, sampling in enumerate(samplings):
         payload = queue_pb2.Request(sampling=sampling, n=2 if number == 1 else 1)
         prompt = np.arange(20, 100 + 7 * number, dtype=np.int32)
-        yield NewRequest(f"r{number}", [prompt], 60, n=payload.n, gateway="g", payload=payload, grammar=sampling.grammar)
+        yield NewRequest(
+            f"r{number}", [prompt], 60, n=payload.n, gateway="g", payload=payload, grammar=sampling.grammar
+        )
 
 
 @dataclass(frozen=True)
