@@ -122,7 +122,7 @@ MUTANTS: dict[str, Plant] = {
         "claim", "redis.call('HSET', ARGV[i], 'shard', ARGV[2], 'epoch', string.match(ARGV[1], '^%d+'))", ""
     ),
     "hole-written": _script("publish", "local whole_record = have >= tonumber(offset)", "local whole_record = true"),
-    "stale-lease-renewed": _script("lease", "redis.call('GET', KEYS[3]) ~= ARGV[3]", "false"),
+    "stale-lease-renewed": _script("lease", "(holder or last) ~= ARGV[3]", "holder and holder ~= ARGV[3]"),
     "epoch-not-risen": _script("lib", "redis.call('SET', counter, epoch)", "redis.call('SET', counter, 0)"),
     "epoch-by-counter": _script("lib", "math.max(counted, now, least)", "math.max(counted, least)"),
     "lost-entry-counted-back": _script("drop", "if existed and ", "if "),

@@ -27,7 +27,7 @@ SCRIPTS = {name: source(name) for name in ("enqueue", "claim", "publish", "relea
                                            "fenced", "take_worker", "give_worker", "forget")}  # fmt: skip
 ID = re.compile(rb"^\d{13}-\d+$")
 CLOCK_MS = re.compile(rb"^1[789]\d{11}$")
-CLOCK_CS = re.compile(rb"^1[789]\d{10}$")
+CLOCK_CS = re.compile(rb"^1[789]\d{10}( \d+)?$")
 
 
 class Both:
@@ -94,7 +94,7 @@ class Both:
             if CLOCK_MS.match(reply) or ID.match(reply):
                 return "a time"
             if CLOCK_CS.match(reply):
-                return "an epoch"
+                return "an epoch" + reply[12:].decode()
             return reply
         if isinstance(reply, int) and 170_000_000_000 <= reply < 200_000_000_000:
             return "an epoch"
