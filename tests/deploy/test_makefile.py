@@ -288,7 +288,7 @@ def test_ci_ends_what_runs_at_low_priority_with_a_red_target_beside_it(pipeline:
     low = f"trap 'echo ended >> {pid}; exit' TERM; echo $$$$ > {pid}; sleep 100 & wait"
     code, said, _ = run_pipeline(pipeline, sanitizers=low, test_stack=f"until [ -s {pid} ]; do sleep 0.1; done; exit 3")
     assert code == 2 and "RED: stack-and-sanitizers" in said.split("== summary")[1]
-    assert pid.read_text().split()[1:] == ["ended"]
+    assert set(pid.read_text().split()[1:]) == {"ended"}  # the signal may come twice: `timeout` passes it on
 
 
 def test_ci_stage_has_no_terminal(pipeline: Path) -> None:

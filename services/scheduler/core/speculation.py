@@ -89,7 +89,9 @@ class Pauses:
     def after_wait(self, is_found: bool) -> None:
         """Leave out 1, 3, 7, ... looks after waits in vain, as the device stood still."""
         self.waits = 0 if is_found else min(self.waits + 1, 6)
-        self.left, self.waited = (1 << self.waits) - 1, NO_ROWS
+        self.left = (1 << self.waits) - 1
+        if is_found:
+            self.looks //= PATIENCE
 
 
 class History:
@@ -332,9 +334,12 @@ class Speculation:
         slowest = self._slowest(every, rows, counts, unanswered, chances)
         if slowest < UNBOUNDED:
             free = int(np.minimum(counts, unanswered).sum())  # the answer brings tokens without a row
-            longer_ns = max(slowest * plain_ns / MIN_TENANT_GAIN - base_ns, 0.0)
-            counts = level(counts, free + int(min(longer_ns / max(draft_ns, 1.0), UNBOUNDED)))
-            slowest = self._slowest(every, rows, counts, unanswered, chances)
+            for tokens in (slowest, 1.0):  # the latter where drafts of the slowest tenant are among those that go
+                longer_ns = max(tokens * plain_ns / MIN_TENANT_GAIN - base_ns, 0.0)
+                fewer = level(counts, free + int(min(longer_ns / max(draft_ns, 1.0), UNBOUNDED)))
+                if self._slowest(every, rows, fewer, unanswered, chances) >= tokens:
+                    break
+            counts = fewer
         some = counts > unanswered
         if not some.all():
             rows, counts = rows[some], counts[some]
@@ -344,7 +349,7 @@ class Speculation:
         gains = self._gains(counts, unanswered)
         expected = float(np.exp(chances[gains]).sum())
         took_ns = base_ns + draft_ns * np.count_nonzero(gains)
-        if (total + expected) * plain_ns < MIN_GAIN * total * took_ns or slowest * plain_ns < MIN_TENANT_GAIN * took_ns:
+        if (total + expected) * plain_ns < MIN_GAIN * total * took_ns:
             return None
         return Drafts(rows, counts, self._follows_from[rows, self._at[rows], :-1][_AHEAD[:-1] < counts[:, None]])
 
@@ -374,6 +379,7 @@ class Speculation:
         If the answer is another than the drafts say, the device has waited for nothing; then looks pause.
         """
         pauses = self._pauses_of.setdefault(microbatch, Pauses())
+        pauses.waited = NO_ROWS
         if self._is_left_out(rows, pauses):
             return False
         drafts = self.propose(rows, tokens_left, self._limits.blocks, context, waiting=True)

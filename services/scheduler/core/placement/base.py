@@ -1,6 +1,6 @@
 """The interface of placement: whether a waiting sequence may join the step that a replica plans.
 
-Each rule is a Constraint; a replica holds them in a list (constraints.py). To add a rule, such as a limit on the
+A replica holds its rules in a list, which one constraint asks (constraints.py). To add a rule, such as a limit on the
 adapters of a step, write one class and append it to that list.
 """
 

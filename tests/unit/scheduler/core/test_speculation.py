@@ -421,6 +421,19 @@ def test_guesses_of_a_tenant_hardly_slow_the_rows_of_another(tenants: tuple[int,
     assert times < 1.12 if tenants == (0, 0, 1, 1) else times > 1.15
 
 
+def test_tenant_with_guesses_in_one_row_of_many_takes_them_from_no_other() -> None:
+    table, _ = running(20, LIMITS)
+    table.tenant[10:20] = 1
+    table.tokens[11:20, :25] = np.arange(25)  # of the second tenant the first row alone has guesses
+    model = measured(draft_ns=20_000)
+    made = Speculation(table, LIMITS, model, History())
+    for _ in range(400):
+        made.answered(0, 2 * MS, 2 * MS, alone=True)
+        made.answered(0, 2 * MS, 2 * MS, alone=False)
+    found = made.propose(np.arange(20), 1000, 1000, 500)
+    assert found is not None and found.tokens.size > 10
+
+
 def test_guesses_that_find_no_block_are_no_gain_of_their_tenant() -> None:
     table, made, model = of_tenants(0, 1, 0, 1, draft_ns=100_000)
     table.capacity[:2] = table.planned[:2] + np.array([16, 0])
