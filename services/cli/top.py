@@ -486,7 +486,7 @@ def totals(view: View) -> Text:
     drafted, accepted, produced = (total(stats, name) for name in ("drafted_tokens", "accepted_tokens", "tokens_total"))
     if drafted and produced > accepted:
         shown.append(f"drafts refused {100 * (1 - accepted / drafted):.0f} %")
-        shown.append(f"tokens a row and step {produced / (produced - accepted):.2f}")
+        shown.append(f"tokens a sequence and step {produced / (produced - accepted):.2f}")
     return Text("  ".join(shown))
 
 

@@ -131,7 +131,7 @@ def test_totals_say_what_drafts_brought(open_page: OpenPage, written: WrittenSta
     visit = open_page()
     visit.says("#totals", "guesses refused")
     pairs = dict(zip(visit.texts("#totals dt"), visit.texts("#totals dd"), strict=True))
-    names = ("tokens guessed", "guesses right", "guesses refused", "tokens a row and step")
+    names = ("tokens guessed", "guesses right", "guesses refused", "tokens a sequence and step")
     assert [pairs[name] for name in names] == ["200", "150", "25 %", "2.00"]
 
 

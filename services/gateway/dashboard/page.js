@@ -234,8 +234,8 @@ function totals(all) {
   const shown = Object.entries(named).map(([field, text]) => [text, count(sum(all, field))]);
   const [drafted, accepted, produced] = ["drafted_tokens", "accepted_tokens", "tokens_total"].map((field) => sum(all, field));
   if (drafted && produced > accepted) {
-    shown.push(["drafts refused", percent(drafted - accepted, drafted)]);
-    shown.push(["tokens a row and step", (produced / (produced - accepted)).toFixed(2)]);
+    shown.push(["guesses refused", percent(drafted - accepted, drafted)]);
+    shown.push(["tokens a sequence and step", (produced / (produced - accepted)).toFixed(2)]);
   }
   by("totals").replaceChildren(
     ...shown.map(([text, figure]) => {

@@ -127,7 +127,7 @@ def test_json_is_one_object_with_an_exit_code(redis_server: RedisServer, written
 def test_totals_say_what_drafts_brought() -> None:
     stats = {"tokens_total": 300, "drafted_tokens": 200, "accepted_tokens": 150}
     said = str(totals({"shards": {"a": {"stats": stats}}}))
-    assert "drafted tokens 200  accepted tokens 150  drafts refused 25 %  tokens a row and step 2.00" in said
+    assert "drafted tokens 200  accepted tokens 150  drafts refused 25 %  tokens a sequence and step 2.00" in said
     assert "refused" not in str(totals({"shards": {"a": {"stats": {"tokens_total": 300}}}}))
 
 
