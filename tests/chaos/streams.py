@@ -101,10 +101,13 @@ class Load:
 
 
 def common(stack: Stack, tokens: int) -> dict[str, Any]:
-    """Return the body of a greedy stream. It has no guesses: with them it could end before the fault."""
+    """Return the body of a greedy stream. It has no guesses: with them it could end before the fault.
+
+    It may wait as long as its reader: while a worker is gone a slow machine is slower than its class allows.
+    """
     return {
         "model": stack.name, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-        "return_token_ids": True, "speculate": False,
+        "return_token_ids": True, "speculate": False, "ttft_slo_ms": int(READ_S * 1000),
     }  # fmt: skip
 
 
