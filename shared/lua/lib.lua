@@ -27,10 +27,10 @@ end
 local LAST_MS = '18446744073709551615'
 local HIGHEST = LAST_MS .. '-' .. LAST_MS
 
--- Lets a stream go on that takes no other entry: it has had the highest id, or ids close to it. It is written anew, as
--- XSETID sets no stream of Valkey 9 below an entry that was deleted, and its groups are gone. Entries of the last
--- millisecond get ids of now: behind them the highest id would come again. Those that a group has keep theirs, but for
--- the highest, which goes. Returns the last id.
+-- Rewrites a stream that takes no further entry because an id is the highest possible, or close to it. XSETID does not
+-- help: Valkey 9 sets no stream below a deleted entry. The groups of the stream are lost.
+-- Without a group, entries of the last possible millisecond get ids of now. With a group, entries keep their ids, and the
+-- entry with the highest id is deleted. Returns the last id.
 local function set_back(stream, has_group)
   if has_group then redis.call('XDEL', stream, HIGHEST) end
   local rows, last = redis.call('XRANGE', stream, '-', '+'), '0-0'

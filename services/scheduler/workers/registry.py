@@ -111,6 +111,8 @@ class WorkerRegistry:
                 # The worker never rewrites these two: where they cannot be read, no shard has it.
                 shard, run = self._letters.read(self._keys.worker(name), reply, decode_run) or ("", 0)
                 self.ready.append(replace(worker, shard=shard, epoch=run))
+        identities = {worker.identity for worker in self.ready}
+        self.least_epochs = {name: epoch for name, epoch in self.least_epochs.items() if name in identities}
         led = {self._shard, *self._shards.led}
         shards = {worker.shard for worker in self.ready if worker.shard and worker.shard not in led}
         self._unled = {shard: self._unled.get(shard, now) for shard in shards}

@@ -224,10 +224,7 @@ async def test_request_larger_than_the_bound_enters_alone(client: Redis, scripts
 @pytest.mark.parametrize("way", ["gone", "unreadable"])
 async def test_bytes_are_counted_until_the_entry_is_deleted(client: Redis, scripts: Scripts, way: str) -> None:
     """Those of requests that start, end and go back: test_shard_moves.py."""
-    held = Lease(scripts, KEYS, SHARD, 5000)
-    await held.take()
-    intake = Intake(client, client, scripts, KEYS, SHARD, held, Clock())
-    await intake.prepare()
+    intake = await leading(client, scripts)
     await enqueue(scripts, "r", request=b"\xff" if way == "unreadable" else b"\x0a\x01r")  # id: r
     await enqueue(scripts, "bobs", tenant="bob", request=b"\x0a\x04bobs")
     _, tenants = await counted(client)
@@ -254,6 +251,23 @@ FIELDS = [b"requests:sha256:a", b"text:sha256:a"]
 def bound(**changes: Any) -> dict[str, Any]:
     """Return the fields of a request of one token with a grammar."""
     return {"tokens": 1, "grammar": "sha256:a", "text": TEXT} | changes
+
+
+async def leading(client: Redis, scripts: Scripts) -> Intake:
+    """Return the intake of a scheduler that leads the shard."""
+    held = Lease(scripts, KEYS, SHARD, 5000)
+    await held.take()
+    intake = Intake(client, client, scripts, KEYS, SHARD, held, Clock())
+    await intake.prepare()
+    return intake
+
+
+async def enqueue_bound(scripts: Scripts, name: str, text: str) -> None:
+    """Enqueue a request of alice with a grammar that lies apart."""
+    wire = queue_pb2.Request(id=name, tenant="alice", n=1, max_tokens=1)
+    wire.prompts.tokens.append(pack([5]))
+    wire.sampling.grammar = grammar_name("alice", text)
+    await enqueue(scripts, name, request=wire.SerializeToString(), grammar=wire.sampling.grammar, text=text)
 
 
 async def grammars(client: Redis) -> dict[bytes, bytes]:
@@ -295,35 +309,22 @@ async def test_grammar_counts_with_the_request_that_brings_it(client: Redis, scr
 
 
 async def test_scheduler_keeps_one_text_of_many_requests(client: Redis, scripts: Scripts) -> None:
-    held = Lease(scripts, KEYS, SHARD, 5000)
-    await held.take()
-    intake = Intake(client, client, scripts, KEYS, SHARD, held, Clock())
-    await intake.prepare()
+    intake = await leading(client, scripts)
     text = "a" * 2000
     for name in ("first", "second"):
-        wire = queue_pb2.Request(id=name, tenant="alice", n=1, max_tokens=1)
-        wire.prompts.tokens.append(pack([5]))
-        wire.sampling.grammar = grammar_name("alice", text)
-        request = wire.SerializeToString()
-        await enqueue(scripts, name, request=request, grammar=wire.sampling.grammar, text=text)
+        await enqueue_bound(scripts, name, text)
     first, second = await intake.read([9, 9, 9, 9])
     assert (first.error, second.error, first.request.grammar) == ("", "", text)
     assert second.request.grammar is first.request.grammar
 
 
 async def test_text_of_another_grammar_is_replaced_while_requests_wait(client: Redis, scripts: Scripts) -> None:
-    held = Lease(scripts, KEYS, SHARD, 5000)
-    await held.take()
-    intake = Intake(client, client, scripts, KEYS, SHARD, held, Clock())
-    await intake.prepare()
+    intake = await leading(client, scripts)
     text = "a" * 2000
     name = grammar_name("alice", text)
     answers = []
     for request_id in ("first", "second"):
-        wire = queue_pb2.Request(id=request_id, tenant="alice", n=1, max_tokens=1)
-        wire.prompts.tokens.append(pack([5]))
-        wire.sampling.grammar = name
-        await enqueue(scripts, request_id, request=wire.SerializeToString(), grammar=name, text=text)
+        await enqueue_bound(scripts, request_id, text)
         if request_id == "first":
             await client.hset(KEYS.queue_grammars, f"text:{name}", "b" * 2000)
         answers += await intake.read([9, 9, 9, 9])
@@ -333,10 +334,7 @@ async def test_text_of_another_grammar_is_replaced_while_requests_wait(client: R
 
 @pytest.mark.parametrize("lost", ["grammar", "prompts"])
 async def test_unreadable_request_ends_with_all_its_choices(client: Redis, scripts: Scripts, lost: str) -> None:
-    held = Lease(scripts, KEYS, SHARD, 5000)
-    await held.take()
-    intake = Intake(client, client, scripts, KEYS, SHARD, held, Clock())
-    await intake.prepare()
+    intake = await leading(client, scripts)
     wire = queue_pb2.Request(id="r", tenant="alice", n=2, max_tokens=1, prompts_apart=lost == "prompts")
     if lost == "grammar":
         wire.prompts.tokens.extend([pack([5])] * 3)

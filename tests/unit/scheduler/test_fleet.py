@@ -248,6 +248,17 @@ class OneRecord(Lease):
         return 5
 
 
+async def test_least_epoch_of_a_worker_that_is_gone_is_forgotten() -> None:
+    redis = Redis(w0="/8", w1="/8")
+    workers = WorkerRegistry(redis, SCRIPTS, KEYS, "a", Lease(), Others((), ()), 1000)
+    await workers.look()
+    kept, gone = (worker.identity for worker in workers.ready)
+    workers.least_epochs = {kept: 5, gone: 7}
+    del redis.records["w1"]
+    await workers.look()
+    assert workers.least_epochs == {kept: 5}
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_shards_joining_in_turn_get_workers_and_then_settle(seed: int) -> None:
     rng = random.Random(seed)
