@@ -306,7 +306,7 @@ class Scheduler:
             self.withdraw(sequence)
             sequence.outputs = sequence.outputs[: max(at_token, 0)]
             sequence.checkpointed = min(sequence.checkpointed, sequence.outputs.size)
-            self._keep_output(sequence)
+            self.completed(sequence)
             out.row(sequence, Finish.STOP)
             self.end(sequence, Finish.STOP, "", out)
         return out.build()
@@ -492,9 +492,10 @@ class Scheduler:
         return out
 
     def completed(self, sequence: Sequence) -> None:
-        """Let the policy learn how long an output was that ended by itself."""
+        """Learn from an output that ended by itself or at a stop string: its length, and drafts for its tenant."""
         self.policy.memory.finished(sequence.prompt.size, sequence.outputs.size, sequence.record.request.max_tokens)
-        self._keep_output(sequence)
+        if any(replica.speculation.possible for replica in self.replicas):
+            self._history.add(sequence.record.request, sequence.outputs)
 
     def end(self, sequence: Sequence, finish: Finish, error: str, out: OutcomeBuilder) -> None:
         """End a sequence that holds nothing any more; with its last sequence the request ends."""
@@ -510,11 +511,6 @@ class Scheduler:
         outputs = [s.outputs for s in record.sequences]
         out.ended.append(FinishedRequest(record.request, outputs, finishes, record.error))
         self._forget(record)
-
-    def _keep_output(self, sequence: Sequence) -> None:
-        """Keep an output for later drafts of its tenant, if any replica takes drafts."""
-        if any(replica.speculation.possible for replica in self.replicas):
-            self._history.add(sequence.record.request, sequence.outputs)
 
     def _note_resuming(self, sequence: Sequence) -> None:
         """Note how many tokens of KV a sequence lost with its replica, or has left there: the most that it ever had."""

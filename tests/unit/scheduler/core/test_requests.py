@@ -69,6 +69,14 @@ def test_sequence_goes_on_at_a_stop_behind_its_tokens() -> None:
     assert h.ended["a"] == [Finish.LENGTH]
 
 
+def test_forecast_learns_the_length_that_a_stop_string_leaves() -> None:
+    h = house()
+    h.add(request("a", 5, 20, seed=1))
+    h.steps(9)
+    h.stop("a", 0, 3)
+    assert set(map(tuple, h.core.lengths().values())) == {(3,)}
+
+
 @pytest.mark.parametrize("slots", [1, 8])
 def test_a_passed_deadline_ends_the_running_and_the_waiting(slots: int) -> None:
     h = house(limits=Limits(slots, 64, 4, 64, 128))
