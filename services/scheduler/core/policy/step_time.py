@@ -345,17 +345,6 @@ class TokenTime:
         return max((int(min(limit_ns / self.token_ns, cap)) - decodes) // multiple * multiple, 0)
 
 
-def largest_chunk(
-    limit_ns: float, attention_ns: float, overhead_ns: float, token_ns: float, decodes: int, multiple: int = 64
-) -> int:
-    """Return the prefill tokens under a limit on the time between tokens (Sarathi's facts sheet), at least 0.
-
-    (limit - attention - overhead) / time per token - decodes, rounded down to a multiple of `multiple`. Sarathi's
-    overhead is 1 to 3 ms.
-    """
-    return max(int((limit_ns - attention_ns - overhead_ns) // token_ns - decodes) // multiple * multiple, 0)
-
-
 class SwapTime:
     """Time to copy a block to or from the host, in ns: an exponential mean (alpha 0.1).
 

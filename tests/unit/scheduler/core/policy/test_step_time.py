@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.scheduler.core.policy.step_time import UNBOUNDED, StepTime, SwapTime, TokenTime, largest_chunk
+from services.scheduler.core.policy.step_time import UNBOUNDED, StepTime, SwapTime, TokenTime
 from services.simulator.device.roofline import Roofline
 
 TRUE = np.array([2e6, 30e3, 12.0, 1.5])
@@ -306,14 +306,6 @@ def test_the_dynamic_budget_follows_the_mean_time_per_token() -> None:
     assert time.budget(50e6, 2048, 460) == 0
 
 
-def test_largest_chunk_for_limit_is_that_of_the_facts_sheet() -> None:
-    # (100 - 25 - 2) ms / 0.34 ms = 214.7 tokens; less 32 decodes: 182
-    assert largest_chunk(100e6, 25e6, 2e6, 0.34e6, 32) == 128
-    assert largest_chunk(100e6, 25e6, 2e6, 0.34e6, 22) == 192
-    assert largest_chunk(30e6, 25e6, 2e6, 0.34e6, 32) == 0
-    assert largest_chunk(20e6, 25e6, 2e6, 0.34e6, 0) == 0
-
-
 def test_swap_time_starts_at_link_and_follows_what_is_measured() -> None:
     time = SwapTime(2 << 20, 25e9)
     assert time.predict(10) == pytest.approx(10 * (2 << 20) / 25)
@@ -357,7 +349,7 @@ def test_time_of_experts_is_learned_where_without_it_few_rows_are_wrong(seed: in
 
 
 @pytest.mark.parametrize("decodes", [0, 1, 4, 16, 100])
-def test_largest_chunk_counts_the_experts_that_it_touches(decodes: int) -> None:
+def test_largest_counts_the_experts_that_it_touches(decodes: int) -> None:
     """Against a search; from where nearly all experts are touched on, a few tokens fewer may be found."""
     model = StepTime(EXPERTS, PER_TOKEN)
     Mixture(5).teach(model, 1500)
