@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from bench.serve.stats import Record
-from shared.command_line.plurals import counted
+from shared.messages import quantity
 
 WORDS = (
     *("time", "year", "work", "day", "world", "life", "hand", "part", "place", "case", "week", "company", "system"),
@@ -122,7 +122,7 @@ def judge(record: Record, done: bool, now_s: float) -> None:
     if not done and not record.finish:
         record.error = "cut"
         record.detail = (
-            f"the stream ended after {counted(record.output_tokens, 'token')} with neither [DONE] nor a finish reason"
+            f"the stream ended after {quantity(record.output_tokens, 'token')} with neither [DONE] nor a finish reason"
         )
     elif record.finish and record.finish not in GOOD_FINISHES:
         record.error = f"finish_{record.finish}"

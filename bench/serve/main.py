@@ -44,7 +44,7 @@ from bench.serve.stats import Record, Run, Slo, summarise
 from services.launcher.rundir import RunDir
 from services.simulator.workload import traffic
 from services.simulator.workload.traffic import Arrival
-from shared.command_line.plurals import counted
+from shared.messages import quantity
 from shared.security import api_keys
 from shared.settings import LauncherSettings
 
@@ -272,7 +272,7 @@ def judge(result: dict[str, Any]) -> int:
     if late is not None and late > LATE_LIMIT_MS:
         warnings.append(f"1 % of the requests were sent {late:.0f} ms late or later: the machine of the client is busy")
     if result["short"]:
-        warnings.append(f"{counted(result['short'], 'request')} ended with fewer tokens than asked for")
+        warnings.append(f"{quantity(result['short'], 'request')} ended with fewer tokens than asked for")
     failed = {kind: number for kind, number in result["errors"].items() if kind not in REFUSALS}
     if failed or not result["finished"]:
         code = 1

@@ -20,8 +20,8 @@ import httpx
 import orjson
 
 from services.launcher.rundir import RunDir
-from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError, OrcinusError
+from shared.messages import quantity
 from shared.security import api_keys
 from shared.settings import BatchSettings, ChatSettings
 
@@ -354,7 +354,7 @@ class Chat:
 
 def _measured(tokens: int, started: float, began: float, reason: str) -> str:
     now = time.monotonic()
-    parts = [counted(tokens, "token")] if tokens else []
+    parts = [quantity(tokens, "token")] if tokens else []
     if began:
         parts.append(f"first token {1000 * (began - started):.0f} ms")
         if tokens > 1 and now - began > 0.05:

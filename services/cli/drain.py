@@ -16,10 +16,9 @@ from protos import queue_pb2
 from services.cli.stack import reachable_redis
 from services.cli.waiting import Waiting
 from services.launcher import redis_server
-from shared.command_line.options import without_password
-from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError
 from shared.keys import PLACER_KEYS, Keys
+from shared.messages import hide_password, quantity
 from shared.placement import read_placements
 from shared.redis_client import LIVE_TTL_MS
 from shared.settings import CommonSettings, LauncherSettings
@@ -85,7 +84,7 @@ def drain(
             selected = targets(client, models or [settings.served_model_name], name)
             return _drain(client, selected, timeout_s, say)
     except (redis.RedisError, OSError) as error:
-        text = f"Redis at {without_password(url)} stopped answering: {error}"
+        text = f"Redis at {hide_password(url)} stopped answering: {error}"
         return [target.drained(False, text) for target in selected] or [Drained("", name, False, text)]
 
 
@@ -185,5 +184,5 @@ def _progress(client: Any, target: Target) -> str:
         running, waiting = (int(value or 0) for value in client.hmget(keys.stats(target.id), ["running", "waiting"]))
         return f"sequences: {running} running, {waiting} waiting"
     if target.role == "gateway":
-        return counted(int(client.get(keys.alive("gateway", target.id)) or 0), "request")
+        return quantity(int(client.get(keys.alive("gateway", target.id)) or 0), "request")
     return "it finishes its steps in flight" if client.hget(keys.worker(target.id), "draining") else "not seen yet"

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError, ModelError
+from shared.messages import quantity
 from shared.models.gguf.parts import part_names
 from shared.models.hub import HubName, cache_directory, gguf_in, in_address, parse_name
 
@@ -124,13 +124,13 @@ def rm(
     removal = plan_removal(wanted, others, whole="@" not in name)
     if removal.other_files:
         print(
-            f"kept: {counted(removal.other_files, 'file')} ({size(removal.other_bytes)}) fetched by another tool; "
+            f"kept: {quantity(removal.other_files, 'file')} ({size(removal.other_bytes)}) fetched by another tool; "
             "--others removes these too",
             file=sys.stderr,
         )
     if not removal.files and not removal.partial:
         raise ConfigurationError(f"{wanted}: nothing of it was fetched by orcinus; --others removes it")
-    what = f"{counted(len(removal.files), 'file')} of {wanted} ({size(removal.size_bytes)})"
+    what = f"{quantity(len(removal.files), 'file')} of {wanted} ({size(removal.size_bytes)})"
     theirs = ", also those that another tool fetched" if others else ""
     if not yes and not typer.confirm(f"Remove {what}{theirs}?"):
         print("nothing was removed")

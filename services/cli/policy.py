@@ -17,9 +17,9 @@ from services.cli.stack import reachable_redis
 from services.cli.waiting import Waiting
 from services.launcher import redis_server
 from services.scheduler.core.policy.presets import PRESETS, parse
-from shared.command_line.options import without_password
 from shared.errors import ConfigurationError
 from shared.keys import Keys
+from shared.messages import hide_password
 from shared.redis_client import LIVE_TTL_MS
 from shared.settings import CommonSettings, LauncherSettings
 
@@ -64,7 +64,7 @@ def show(settings: CommonSettings, launcher: LauncherSettings) -> Policies:
             policy = client.hget(keys.stats(shard), "policy") if client.exists(keys.lease(shard)) else None
             stored = client.exists(keys.policy(shard))
     except (redis.RedisError, OSError) as error:
-        raise ConfigurationError(f"Redis at {without_password(url)}: stopped answering: {error}; try again") from error
+        raise ConfigurationError(f"Redis at {hide_password(url)}: stopped answering: {error}; try again") from error
     return Policies(shard, policy.decode() if policy else "", bool(policy and stored), list(PRESETS))
 
 
@@ -89,7 +89,7 @@ def switch(
         with redis_server.client(url, timeout_s=5.0, **access) as client:
             return _switch(client, settings.keys, settings.shard, name, timeout_s, say)
     except (redis.RedisError, OSError) as error:
-        return Answer(False, f"Redis at {without_password(url)} stopped answering: {error}")
+        return Answer(False, f"Redis at {hide_password(url)} stopped answering: {error}")
 
 
 def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float, say: Callable[[str], None]) -> Answer:

@@ -13,8 +13,9 @@ from pydantic_settings import EnvSettingsSource
 from services.cli.options import build
 from services.launcher import redis_server
 from services.launcher.rundir import RunDir, StackFacts
-from shared.command_line.options import Values, without_password
+from shared.command_line.options import Values
 from shared.errors import ConfigurationError
+from shared.messages import hide_password
 from shared.models.models_file import read_models
 from shared.settings import CommonSettings, GatewaySettings, LauncherSettings
 
@@ -35,7 +36,7 @@ def find(values: Values) -> Target:
     settings, launcher = build(CommonSettings, values), build(LauncherSettings, values)
     facts = RunDir(launcher.run_dir).running()
     given = set(values) | set(EnvSettingsSource(CommonSettings)())
-    if facts is None or ("redis_url" in given and facts.redis_url != without_password(settings.redis_url)):
+    if facts is None or ("redis_url" in given and facts.redis_url != hide_password(settings.redis_url)):
         target = Target(settings, launcher, None)
         names = [] if given & {"model", "served_model_name"} else models_of_file(target)
         return (

@@ -25,10 +25,9 @@ from textual.containers import Grid, Horizontal, VerticalScroll
 from textual.widgets import Footer, Static
 
 from services.cli.stack import NO_STACK, none_here, redis_address
-from shared.command_line.options import without_password
-from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
+from shared.messages import hide_password, quantity
 from shared.settings import CommonSettings, LauncherSettings
 from shared.telemetry.stack_view import HISTORY, HISTORY_S, StackReader, View
 
@@ -82,7 +81,7 @@ class RedisSource:
         url, access = redis_address(settings, launcher)
         options: dict[str, Any] = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, **access}
         self._redis = Redis.from_url(url, **options)
-        self._address, self._none_here = without_password(url), none_here(settings, launcher)
+        self._address, self._none_here = hide_password(url), none_here(settings, launcher)
         self._reader = StackReader(self._redis, Keys(self.model))
 
     async def look(self) -> View:
@@ -445,7 +444,7 @@ def processes(view: View) -> Table:
         table.add_row(_cell(process["id"]), Text("alive", "green"), _cell(f"scheduler, step {process['last_step']}"))
     for process in view.get("gateways", []):
         table.add_row(
-            _cell(process["id"]), Text("alive", "green"), _cell(f"gateway, {counted(process['active'], 'request')}")
+            _cell(process["id"]), Text("alive", "green"), _cell(f"gateway, {quantity(process['active'], 'request')}")
         )
     return table
 

@@ -22,9 +22,9 @@ from services.launcher.rundir import RunDir
 from services.launcher.up import port_problem
 from services.worker.gpu_choice import demands_gpu
 from services.worker.models.config import load_config
-from shared.command_line.options import Values, build, without_password
-from shared.command_line.plurals import counted
+from shared.command_line.options import Values, build
 from shared.errors import ConfigurationError, ModelError
+from shared.messages import hide_password, quantity
 from shared.models.gguf.parts import part_names
 from shared.models.hub import gguf_in
 from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
@@ -122,7 +122,7 @@ def check_redis(gateway: GatewaySettings, run_dir: Path) -> Check:
         except ConfigurationError as error:
             fix = "docker compose ps redis" if in_image() else "start that Redis, or unset ORCINUS_REDIS_URL"
             return Check("redis", "fail", str(error), fix)
-        return _judged(f"{version} at {without_password(gateway.redis_url)}", version, version.startswith("Valkey"))
+        return _judged(f"{version} at {hide_password(gateway.redis_url)}", version, version.startswith("Valkey"))
     try:
         binary = redis_server.binary_for(run_dir)
     except ConfigurationError as error:
@@ -193,14 +193,16 @@ def check_ranks(worker: WorkerSettings) -> list[Check]:
     on_gpu = wants_gpu(worker) and (demands_gpu(worker) or device_files())
     if on_gpu and (gpus := len(gather().devices)) < ranks:
         return [
-            Check("ranks", "fail", f"{detail}, {counted(gpus, 'GPU')}", "one GPU a rank: lower TP or PP, or DEVICE=cpu")
+            Check(
+                "ranks", "fail", f"{detail}, {quantity(gpus, 'GPU')}", "one GPU a rank: lower TP or PP, or DEVICE=cpu"
+            )
         ]
     if not on_gpu and cores < ranks:
         return [
             Check(
                 "ranks",
                 "warn",
-                f"{detail}, {counted(cores, 'core')}",
+                f"{detail}, {quantity(cores, 'core')}",
                 "ranks that share a core are slower than one process",
             )
         ]

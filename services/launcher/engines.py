@@ -38,10 +38,10 @@ from services.launcher.up import (
     sleeping_services,
     unused_gpu,
 )
-from shared.command_line.options import Values, build, env_name, flag, without_password
-from shared.command_line.plurals import counted
+from shared.command_line.options import Values, build, env_name, flag
 from shared.errors import ConfigurationError
 from shared.keys import model_tag
+from shared.messages import hide_password, quantity
 from shared.processes.begun import BEGUN_FILE
 from shared.processes.supervisor import Service, ServiceSpec
 from shared.settings import ROOT, EnginesSettings, GatewaySettings, PlacerSettings, WorkerSettings
@@ -81,8 +81,8 @@ def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
 
         def on_ready() -> None:
             screen.settle()
-            models = f"{counted(len(stacks), 'model')}, {most or 'all'} of them awake"
-            at = without_password(first.gateway.redis_url)
+            models = f"{quantity(len(stacks), 'model')}, {most or 'all'} of them awake"
+            at = hide_password(first.gateway.redis_url)
             screen.event(f"ready in {screen.elapsed_s():.1f} s: {models}, for the gateways at Redis {at}")
 
         sleeping = sleeping_services(users.client("placer"), specs, most) if most else None

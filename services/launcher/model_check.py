@@ -23,8 +23,8 @@ from services.worker.models.config import DecoderConfig, load_config, rank_confi
 from services.worker.models.matrices import shapes, tables
 from services.worker.models.registry import FAMILIES
 from services.worker.models.stored import GPU_TYPES, HELD_BITS, Stored, read_stored, stored_of_gguf
-from shared.command_line.plurals import counted
 from shared.errors import ConfigurationError, ModelError
+from shared.messages import quantity
 from shared.models.gguf.config import config_of
 from shared.models.gguf.reader import is_gguf, open_gguf
 from shared.models.hub import gguf_files, gguf_in, in_address, repository_of, require_local
@@ -252,7 +252,7 @@ def sum_problem(shares: Sequence[Share], free_bytes: int) -> str:
     )
     turns = ", or let them take turns (`awake: 1`)" if len(shares) > 1 else ""
     return (
-        f"{counted(len(shares), 'model')}: need {sum(needed) / GIB:.1f} GiB together ({each}), {free_bytes / GIB:.1f} "
+        f"{quantity(len(shares), 'model')}: need {sum(needed) / GIB:.1f} GiB together ({each}), {free_bytes / GIB:.1f} "
         "are free; choose fewer or smaller models, fewer workers, quantize, fewer kv_blocks or host_blocks, or a "
         f"smaller kv_memory_fraction{turns}"
     )

@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
-from shared.command_line.plurals import counted
+from shared.messages import quantity
 
 EVERY_S = 3.0
 ON_TERMINAL_S = 0.2
@@ -70,8 +70,8 @@ class Progress:
             count = len(self._to_install)
             done = min(max(self._installed() - self._before, 0), count)
             now = f", now {self._to_install[done].strip()}" if done < count else ", compiling their modules"
-            return f"installing: {done} of {counted(count, 'package')} written{now}, {seconds:.0f} s"
-        return f"installing: {self._doing}, {counted(len(self._names), 'package')} found, {seconds:.0f} s"
+            return f"installing: {done} of {quantity(count, 'package')} written{now}, {seconds:.0f} s"
+        return f"installing: {self._doing}, {quantity(len(self._names), 'package')} found, {seconds:.0f} s"
 
     def failure(self, code: int) -> str:
         """Return a sentence on the failure that the last lines tell of, with the remedy where it is known."""

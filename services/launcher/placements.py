@@ -6,8 +6,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from shared.command_line.plurals import counted
 from shared.keys import PLACER_KEYS
+from shared.messages import quantity
 from shared.placement import Placement, read_placements
 
 LOOK_S = 0.2
@@ -64,7 +64,7 @@ class SleepingServices:
             return
         self._mismatch_since = now if self._mismatch_since is None else self._mismatch_since
         if now - self._mismatch_since >= MISMATCH_S:
-            models = counted(awake, "model")
+            models = quantity(awake, "model")
             self.problem = f"placer: {models} awake, this file allows {self._most}; give all engines the same file"
 
     def _read(self) -> None:

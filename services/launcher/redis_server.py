@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 import psutil
 
-from shared.command_line.options import without_password
 from shared.errors import ConfigurationError
+from shared.messages import hide_password
 
 OLDEST = (6, 2)
 SOCKET_PATH_BYTES = 107  # sun_path less its NUL; the BSDs have 103
@@ -165,12 +165,12 @@ def check_server(url: str, password: str | None = None, **options: Any) -> str:
             version = str(server["redis_version"])
     except (redis.RedisError, OSError, ValueError) as error:
         raise ConfigurationError(
-            f"Redis at {without_password(url)} does not answer ({error}); "
+            f"Redis at {hide_password(url)} does not answer ({error}); "
             "start it, correct ORCINUS_REDIS_URL, or unset it to let Orcinus start its own"
         ) from error
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise ConfigurationError(
-            f"Redis at {without_password(url)} is {version}; Orcinus needs {OLDEST[0]}.{OLDEST[1]} or newer"
+            f"Redis at {hide_password(url)} is {version}; Orcinus needs {OLDEST[0]}.{OLDEST[1]} or newer"
         )
     return version_text(server)
 

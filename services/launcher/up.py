@@ -48,10 +48,10 @@ from services.worker.gpu_choice import demands_gpu, refused_on_gpu
 from services.worker.models.config import check_split, load_config
 from services.worker.models.stored import read_stored
 from shared import kept_files
-from shared.command_line.options import Values, build, effective, env_name, fields_of, flag, without_password
-from shared.command_line.plurals import counted
+from shared.command_line.options import Values, build, effective, env_name, fields_of, flag
 from shared.errors import ConfigurationError
 from shared.keys import PLACER, PLACER_KEYS
+from shared.messages import hide_password, quantity
 from shared.models.hub import as_hub_name, parse_name
 from shared.processes.listeners import listen
 from shared.processes.supervisor import WRAPPER, ServiceSpec
@@ -173,7 +173,7 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
         else:
             url, access = gateway.redis_url, gateway.redis_options()
             version = redis_server.check_server(url, **access)
-            screen.event(f"redis: {version} at {without_password(url)}")
+            screen.event(f"redis: {version} at {hide_password(url)}")
         sockets = {
             "port": held.enter_context(listen(gateway.host, gateway.port, "port")),
             "ops port": held.enter_context(listen(gateway.ops_host, gateway.ops_port, "ops port")),
@@ -190,7 +190,7 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
                 scheduler.shard,
                 api_url(gateway),
                 ops_url(gateway),
-                "" if local_redis else without_password(url),
+                "" if local_redis else hide_password(url),
             )
         )
 
@@ -461,7 +461,7 @@ def check_device(workers: int, worker: WorkerSettings) -> None:
     ranks = worker.tp * worker.pp
     if workers > 1 and on_gpu(worker) and workers * ranks > (gpus := device_count()):
         raise ConfigurationError(
-            f"{workers} replicas: each needs {counted(ranks, 'GPU')} of its own, this machine shows {gpus}"
+            f"{workers} replicas: each needs {quantity(ranks, 'GPU')} of its own, this machine shows {gpus}"
         )
 
 

@@ -18,11 +18,11 @@ from typing import Any, Literal
 from redis.asyncio import Redis
 
 from services.placer.decide import Demand, choose, wake_ms
-from shared.command_line.options import without_password
 from shared.dead_letters import DeadLetters, remove_foreign, shown
 from shared.errors import ConfigurationError, LeaseLostError
 from shared.keys import CLASSES, PLACER, PLACER_KEYS, Keys
 from shared.lease import Lease
+from shared.messages import hide_password
 from shared.models.models_file import read_models
 from shared.placement import MOST_FAILED, MOST_MS, Placement, read_placements
 from shared.processes.begun import has_begun
@@ -63,7 +63,7 @@ class Placer:
 
     def __init__(self, settings: PlacerSettings, models: Iterable[str], most: int) -> None:
         self._redis: Redis = connect(settings, connections=2)
-        self._address = without_password(settings.redis_url)
+        self._address = hide_password(settings.redis_url)
         self._lease = Lease(Scripts(self._redis), PLACER_KEYS, PLACER, LEASE_MS)
         self._models = {name: Keys(name) for name in models}
         self._shard = settings.shard

@@ -22,8 +22,8 @@ from services.worker.parallel.state import ParallelState
 from services.worker.registration import Registration
 from services.worker.serving.rank_server import RankServer
 from services.worker.serving.server import WorkerServer
-from shared.command_line.plurals import counted
 from shared.errors import RankError
+from shared.messages import quantity
 from shared.processes.heap import settle
 from shared.security.channels import channel_credentials, server_credentials
 from shared.settings import WorkerSettings, is_loopback
@@ -113,7 +113,7 @@ def follow(settings: WorkerSettings, place: Place, stopping: SignalHandler) -> i
 
 def meet(settings: WorkerSettings, place: Place) -> ParallelState:
     """Return when all ranks have come."""
-    log.info("waiting for %s", counted(place.size - 1, "other rank"))
+    log.info("waiting for %s", quantity(place.size - 1, "other rank"))
     return ParallelState.join(settings.tp, settings.pp, place.rank, place.store, MEET_S, place.host)
 
 

@@ -1,4 +1,4 @@
-"""Command lines of services, launcher and benches: options of settings or of arguments, and lines that count things.
+"""Command lines of services, launcher and benches: options of settings or of arguments.
 
-`plurals` imports nothing and `arguments` the standard library alone: they also run where little is installed.
+`arguments` imports the standard library alone: it also runs where little is installed.
 """

@@ -6,7 +6,6 @@ command line and the environment obey the same rules.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,8 +16,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from shared.errors import ConfigurationError
+from shared.messages import HIDDEN, hide_password
 
-HIDDEN = "********"
 OTHER_FORMS = {
     "int_parsing": "not a whole number; give one",
     "float_parsing": "not a number; give one",
@@ -95,18 +94,8 @@ def shown(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, str) and "://" in value:
-        return without_password(value)
+        return hide_password(value)
     return value
-
-
-def without_password(url: str) -> str:
-    """Return a URL with its password hidden."""
-    scheme, _, rest = url.partition("://")
-    if match := re.match(r"([^/?#]*)@", rest):
-        user, colon, _ = match[1].partition(":")
-        rest = f"{user}:{HIDDEN}@{rest[match.end() :]}" if colon else f"{HIDDEN}@{rest[match.end() :]}"
-    rest = re.sub(r"([?&]password=)[^&]*", rf"\g<1>{HIDDEN}", rest)
-    return f"{scheme}://{rest}"
 
 
 def is_secret(field: FieldInfo) -> bool:

@@ -19,7 +19,7 @@ from services.simulator.command.options import WrongUse, clock_of, options_of, s
 from services.simulator.command.values import policies
 from services.simulator.grid import FIGURES, MARGIN, Cell, Grid, as_json, cells_of, compare, read_grid, summary
 from services.simulator.jobs import Finished, Job
-from shared.command_line.plurals import counted
+from shared.messages import quantity
 
 FORBIDDEN = {
     "grid",
@@ -59,7 +59,7 @@ def run_grid(path: Path, page: Path | None, as_object: bool, run: Callable[[list
         print(f"wrote {page}", file=sys.stderr)
     total, finished = (sum(int(result[name]) for result in results) for name in ("requests", "finished"))
     if finished < total:
-        left = counted(total - finished, "request")
+        left = quantity(total - finished, "request")
         print(f"--grid: {left} of {total:,} did not finish; latency and TTFT leave them out", file=sys.stderr)
         return 1
     return 0

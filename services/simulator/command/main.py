@@ -29,7 +29,7 @@ from services.simulator.command.speed import show as show_speed
 from services.simulator.engine import Stuck
 from services.simulator.jobs import Finished, Job, run_all
 from services.simulator.literature.cases import check_steps, print_steps
-from shared.command_line.plurals import counted
+from shared.messages import quantity
 
 WIDTH = 165  # columns the table needs
 COLUMNS = (
@@ -130,7 +130,7 @@ def report_unfinished(results: list[dict[str, Any]]) -> int:
     for result in short:
         why = "; ".join(f"{count} x {error}" for error, count in result["errors"].items())[:400]
         missing = result["requests"] - result["finished"]
-        print(f"{result['policy']}: {counted(missing, 'request')} did not finish: {why}", file=sys.stderr)
+        print(f"{result['policy']}: {quantity(missing, 'request')} did not finish: {why}", file=sys.stderr)
     return 1 if short else 0
 
 

@@ -20,8 +20,8 @@ from protos import worker_pb2
 from services.worker.kv.share_folder import PeerError, ShareFolder
 from services.worker.kv.tier_file import Digests, compute_digests, layout
 from services.worker.parallel.state import ParallelState
-from shared.command_line.plurals import counted
 from shared.errors import ProtocolError
+from shared.messages import quantity
 
 log = logging.getLogger("orcinus.worker")
 
@@ -66,7 +66,7 @@ class Tier:
         mismatches = blocks[compute_digests(self.content, blocks, threads) != digests]
         if mismatches.size < 2:
             return f"block {mismatches[0]} differs from its checksum" if mismatches.size else ""
-        return f"block {mismatches[0]} and {counted(mismatches.size - 1, 'further block')} differ from their checksums"
+        return f"block {mismatches[0]} and {quantity(mismatches.size - 1, 'further block')} differ from their checksums"
 
 
 class Peers:
