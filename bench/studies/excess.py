@@ -37,7 +37,7 @@ SHARES = {"realtime": 0.1, "high": 0.2, "normal": 0.4, "low": 0.3}
 
 
 @dataclass(slots=True)
-class Seen:
+class Sample:
     """One request and its answer. Times are of time.monotonic()."""
 
     due: float
@@ -74,11 +74,11 @@ class Client:
     model: str
     keys: list[str]
     rng: np.random.Generator
-    seen: list[Seen] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
-    async def send(self, one: Seen) -> Seen:
+    async def send(self, one: Sample) -> Sample:
         """Send one request and read it to its end."""
-        self.seen.append(one)
+        self.samples.append(one)
         one.seed = one.seed or int(self.rng.integers(1, 1 << 62))
         prompt = np.random.default_rng(one.seed).integers(10, 200, PROMPT).tolist()
         body: dict[str, Any] = {"model": self.model, "prompt": prompt}
@@ -99,7 +99,7 @@ class Client:
         one.end = time.monotonic()
         return one
 
-    async def _read(self, answer: aiohttp.ClientResponse, one: Seen) -> None:
+    async def _read(self, answer: aiohttp.ClientResponse, one: Sample) -> None:
         async for payload in payloads(answer.content):
             event = orjson.loads(payload)
             if "error" in event:
@@ -115,23 +115,23 @@ class Client:
         async def loop() -> None:
             nonlocal served
             while time.monotonic() < begin + span_s:
-                one = await self.send(Seen(time.monotonic(), "normal"))
+                one = await self.send(Sample(time.monotonic(), "normal"))
                 served += one.is_good
 
         await asyncio.gather(*(loop() for _ in range(AT_ONCE)))
         return served / (time.monotonic() - begin)
 
-    async def alone(self, count: int) -> list[Seen]:
+    async def alone(self, count: int) -> list[Sample]:
         """Send `realtime` requests one after another."""
-        return [await self.send(Seen(time.monotonic())) for _ in range(count)]
+        return [await self.send(Sample(time.monotonic())) for _ in range(count)]
 
-    def arrivals(self, begin: float, rps: float, span_s: float) -> list[Seen]:
+    def arrivals(self, begin: float, rps: float, span_s: float) -> list[Sample]:
         """Return Poisson arrivals of the mix, in order."""
         found = []
         for at in np.sort(self.rng.uniform(0, span_s, self.rng.poisson(rps * span_s))):
             priority = str(self.rng.choice(list(SHARES), p=list(SHARES.values())))
             deadline_ms = DEADLINE_MS if self.rng.random() < 1 / 3 else 0
-            found.append(Seen(begin + float(at), priority, str(self.rng.choice(self.keys)), deadline_ms))
+            found.append(Sample(begin + float(at), priority, str(self.rng.choice(self.keys)), deadline_ms))
         return found
 
     async def overload(self, rps: float, capacity_rps: float, span_s: float, after_s: float) -> float:
@@ -141,10 +141,10 @@ class Client:
         begin = time.monotonic() + 0.5
         change = begin + span_s
         running: list[asyncio.Task[None]] = []
-        again: list[tuple[float, int, Seen]] = []  # when, a number, what was refused
+        again: list[tuple[float, int, Sample]] = []  # when, a number, what was refused
         numbers = itertools.count()
 
-        async def at(one: Seen) -> None:
+        async def at(one: Sample) -> None:
             await self.send(one)
             if one.status in (429, 503) and not one.is_retry:
                 heapq.heappush(again, (one.end + one.retry_after_s, next(numbers), one))
@@ -157,7 +157,7 @@ class Client:
             if one.due >= change and again and again[0][0] <= one.due:
                 _, _, old = heapq.heappop(again)
                 has_place = old.retry_after_s < HORIZON_S
-                one = Seen(one.due, old.priority, old.key, old.deadline_ms, old.seed, True, has_place)
+                one = Sample(one.due, old.priority, old.key, old.deadline_ms, old.seed, True, has_place)
             running.append(asyncio.create_task(at(one)))
         await asyncio.gather(*running)
         return change
@@ -168,25 +168,25 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return {"p50": round(float(p50), 3), "p99": round(float(p99), 3)}
 
 
-def figures(seen: list[Seen], span_s: float) -> dict[str, Any]:
+def figures(samples: list[Sample], span_s: float) -> dict[str, Any]:
     """Return the figures of the requests that were due in span_s."""
-    answers = Counter(str(one.status) if one.status in (0, 200) else f"{one.status} {one.code}" for one in seen)
-    limited = [one for one in seen if one.deadline_ms]
+    answers = Counter(str(one.status) if one.status in (0, 200) else f"{one.status} {one.code}" for one in samples)
+    limited = [one for one in samples if one.deadline_ms]
     return {
-        "requests": len(seen),
+        "requests": len(samples),
         "answers": dict(sorted(answers.items())),
-        "finishes": dict(Counter(one.finish or one.code for one in seen if one.status == 200)),
-        "goodput_rps": round(sum(one.is_good for one in seen) / span_s, 2),
-        "ttft_s": percentiles([one.first - one.due for one in seen if one.first]),
-        "refused_after_s": percentiles([one.end - one.due for one in seen if one.status in (429, 503)]),
-        "retry_after_s": percentiles([one.retry_after_s for one in seen if one.retry_after_s]),
+        "finishes": dict(Counter(one.finish or one.code for one in samples if one.status == 200)),
+        "goodput_rps": round(sum(one.is_good for one in samples) / span_s, 2),
+        "ttft_s": percentiles([one.first - one.due for one in samples if one.first]),
+        "refused_after_s": percentiles([one.end - one.due for one in samples if one.status in (429, 503)]),
+        "retry_after_s": percentiles([one.retry_after_s for one in samples if one.retry_after_s]),
         "with_deadline": len(limited),
         "late_by_1s": sum(bool(one.late_s > 1) for one in limited),
         "latest_s": round(float(max((one.late_s for one in limited), default=0.0)), 2),
     }
 
 
-def fates(retries: list[Seen]) -> dict[str, Any]:
+def fates(retries: list[Sample]) -> dict[str, Any]:
     return {
         "count": len(retries),
         "admitted": sum(one.status == 200 for one in retries),
@@ -194,8 +194,8 @@ def fates(retries: list[Seen]) -> dict[str, Any]:
     }
 
 
-def by_class(seen: list[Seen], span_s: float) -> dict[str, Any]:
-    return {name: figures([one for one in seen if one.priority == name], span_s) for name in SHARES}
+def by_class(samples: list[Sample], span_s: float) -> dict[str, Any]:
+    return {name: figures([one for one in samples if one.priority == name], span_s) for name in SHARES}
 
 
 async def measure(options: argparse.Namespace, client: Client) -> dict[str, Any]:
@@ -203,13 +203,13 @@ async def measure(options: argparse.Namespace, client: Client) -> dict[str, Any]
     await client.saturate(3.0)  # warm
     capacity = await client.saturate(options.span_s / 4)
     alone = await client.alone(50)
-    client.seen.clear()
+    client.samples.clear()
     change = await client.overload(options.factor * capacity, capacity, options.span_s, options.after_s)
-    loaded = [one for one in client.seen if one.due < change]
-    after = [one for one in client.seen if one.due >= change and not one.is_retry]
-    retries = [one for one in client.seen if one.is_retry]
+    loaded = [one for one in client.samples if one.due < change]
+    after = [one for one in client.samples if one.due >= change and not one.is_retry]
+    retries = [one for one in client.samples if one.is_retry]
     # What ends while the overload lasts is compared with the capacity: arrivals are served later, too.
-    served = sum(one.is_good and change - options.span_s <= one.end < change for one in client.seen)
+    served = sum(one.is_good and change - options.span_s <= one.end < change for one in client.samples)
     return {
         "capacity_rps": round(capacity, 2),
         "offered_rps": round(options.factor * capacity, 2),

@@ -21,34 +21,34 @@ from typing import Any
 import numpy as np
 
 from bench.result import RESULTS, provenance, write
-from bench.studies.excess import Client, Seen, with_client
+from bench.studies.excess import Client, Sample, with_client
 
 LOAD, FLOOD, GOAL = 0.15, 10.0, 1.3
 
 
-async def open_loop(client: Client, key: str, rps: float, span_s: float) -> list[Seen]:
+async def open_loop(client: Client, key: str, rps: float, span_s: float) -> list[Sample]:
     """Send Poisson arrivals of one tenant for span_s, and return them when the last has ended."""
     begin, running = time.monotonic(), []
     for at in np.sort(client.rng.uniform(0, span_s, client.rng.poisson(rps * span_s))):
         await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
-        running.append(asyncio.create_task(client.send(Seen(begin + float(at), "normal", key))))
+        running.append(asyncio.create_task(client.send(Sample(begin + float(at), "normal", key))))
     return list(await asyncio.gather(*running))
 
 
-def served(seen: list[Seen]) -> int:
+def served(samples: list[Sample]) -> int:
     """Return the number of requests that were answered whole."""
-    return sum(one.is_good for one in seen)
+    return sum(one.is_good for one in samples)
 
 
-def row(seen: list[Seen], span_s: float) -> dict[str, Any]:
+def row(samples: list[Sample], span_s: float) -> dict[str, Any]:
     """Return the figures of one tenant in one part."""
-    times = [one.first - one.due for one in seen if one.first]
+    times = [one.first - one.due for one in samples if one.first]
     p50, p99 = np.percentile(times, [50, 99]) * 1e3 if times else (0.0, 0.0)
     answers = Counter(
-        f"{one.status if one.is_good or one.status != 200 else 'broken'} {one.code}".strip() for one in seen
+        f"{one.status if one.is_good or one.status != 200 else 'broken'} {one.code}".strip() for one in samples
     )
     return {
-        "ttft_ms_p50": round(p50, 1), "ttft_ms_p99": round(p99, 1), "served_rps": round(served(seen) / span_s, 2),
+        "ttft_ms_p50": round(p50, 1), "ttft_ms_p99": round(p99, 1), "served_rps": round(served(samples) / span_s, 2),
         "answers": dict(sorted(answers.items())),
     }  # fmt: skip
 
@@ -57,7 +57,7 @@ async def measure(options: argparse.Namespace, client: Client) -> dict[str, Any]
     """Measure the three parts."""
     span_s = options.span_s
 
-    async def both(flood_rps: float) -> tuple[list[Seen], list[Seen]]:
+    async def both(flood_rps: float) -> tuple[list[Sample], list[Sample]]:
         quiet = open_loop(client, options.quiet_key, quiet_rps, span_s)
         return await asyncio.gather(quiet, open_loop(client, options.flood_key, flood_rps, span_s))
 
@@ -69,7 +69,7 @@ async def measure(options: argparse.Namespace, client: Client) -> dict[str, Any]
     share_rps = served(flood) / (time.monotonic() - begin)
     held, fair = await both(share_rps)
     rows = {"quiet_in_flood": quiet, "flood": flood, "quiet_held": held, "held": fair}
-    found = {name: row(seen, span_s) for name, seen in rows.items()}
+    found = {name: row(samples, span_s) for name, samples in rows.items()}
     ratio = found["quiet_in_flood"]["ttft_ms_p99"] / found["quiet_held"]["ttft_ms_p99"]
     rates = {
         "saturation_rps": saturation,

@@ -17,7 +17,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.gateway.progress import Progress, Seen
+from services.gateway.progress import Observation, Progress
 from services.gateway.request import Limits
 from shared.dead_letters import ROWS, DeadLetters
 from shared.keys import CLASSES, PLACER, PLACER_KEYS, Keys
@@ -92,13 +92,13 @@ class Snapshot:
         return not self.placement.awake or self.at - self.placed_at <= load_s
 
     @property
-    def seen(self) -> Seen:
+    def observation(self) -> Observation:
         """Return what shows whether work moves; nothing while the model has no worker because of others."""
         if self.has_to_wait:
-            return Seen()
+            return Observation()
         names = ("epoch", "last_step", "running", "waiting", "in_flight", "parked", "stranded")
         stats = {shard: {name: number(fields.get(name)) for name in names} for shard, fields in self.stats.items()}
-        return Seen(self.leases, stats, self.steps, number(self.queue.get("requests")))
+        return Observation(self.leases, stats, self.steps, number(self.queue.get("requests")))
 
     def total(self, name: str) -> float:
         """Return the sum of one field of `stats` over all shards."""
@@ -244,7 +244,7 @@ class Cluster:
                     log.info("Redis answers")
                 self.redis_error, heard = "", True
                 unfinished = 0 if self.snapshot.has_to_wait else self.unfinished
-                self._progress.look(self.snapshot.seen, unfinished, time.monotonic())
+                self._progress.look(self.snapshot.observation, unfinished, time.monotonic())
             except (*Unreachable, RedisError) as error:
                 if heard:
                     log.warning("waiting for Redis: %s", error)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Seen:
+class Observation:
     """One look: shards that are led, statistics by shard, heartbeats, requests that wait for their first step."""
 
     leases: frozenset[str] = frozenset()
@@ -45,27 +45,29 @@ class Progress:
         self._requests = _Track(now)
         self._steps: dict[str, str] = {}
 
-    def look(self, seen: Seen | None, unfinished: int, now: float) -> None:
-        """Take one look. seen: None while Redis does not answer. unfinished: requests that have not ended here."""
-        if seen is None:
+    def look(self, observation: Observation | None, unfinished: int, now: float) -> None:
+        """Take one look. observation: None while Redis is silent. unfinished: requests that have not ended here."""
+        if observation is None:
             for track in self._shards.values():
                 track.look(track.works, False, now)
             self._requests.look(self._requests.works or unfinished > 0, False, now)
             return
-        moved = self._beats_moved(seen.steps)
-        self._shards = {shard: self._shards.get(shard, _Track(now)) for shard in seen.stats}
-        for shard, stats in seen.stats.items():
+        moved = self._beats_moved(observation.steps)
+        self._shards = {shard: self._shards.get(shard, _Track(now)) for shard in observation.stats}
+        for shard, stats in observation.stats.items():
             track, mark = self._shards[shard], (stats.get("epoch", 0.0), stats.get("last_step", 0.0))
             # Other shards drain the work of a shard without a scheduler.
-            counts = shard in seen.leases or not seen.leases
+            counts = shard in observation.leases or not observation.leases
             works = counts and any(stats.get(name, 0.0) > 0 for name in ("running", "waiting", "in_flight"))
             track.look(works, mark != track.mark, now)
             moved |= mark != track.mark
             track.mark = mark
         # Parked requests that never ran are counted as queued; they wait until a client returns. Stranded ones are not:
         # they have run, and wait for a worker of their numerics or for their end.
-        waiting = seen.queued - sum(stats.get("parked", 0.0) for stats in seen.stats.values())
-        led = [stats for shard, stats in seen.stats.items() if shard in seen.leases or not seen.leases]
+        waiting = observation.queued - sum(stats.get("parked", 0.0) for stats in observation.stats.values())
+        led = [
+            stats for shard, stats in observation.stats.items() if shard in observation.leases or not observation.leases
+        ]
         unfinished -= int(sum(stats.get("stranded", 0.0) for stats in led))
         self._requests.look(unfinished > 0 or waiting > 0, moved, now)
 

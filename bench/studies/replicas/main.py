@@ -37,7 +37,7 @@ PROMPT, OUTPUT = 64, 1000  # tokens; no request ends while it is measured, and t
 WARM_S = 2.0
 
 
-class Counted:
+class TokenCounter:
     """What stands for the publisher: counts tokens."""
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT)  # noqa: ASYNC220
     try:
         addresses = [line.strip() for _, line in zip(range(count), process.stdout or (), strict=False)]
-        core, counted = Scheduler("orcinus"), Counted()
+        core, counter = Scheduler("orcinus"), TokenCounter()
         quarantine = Quarantine(core, lambda name, text: None, lambda name, finish, text: None)
         reports: Any = SimpleNamespace(last_step=0, answered=0, event=lambda *words, **ids: None)
         context = WorkerContext(
-            core, quarantine, Stats(time.monotonic_ns()), reports, counted.put, lambda: False, lambda: None,
+            core, quarantine, Stats(time.monotonic_ns()), reports, counter.put, lambda: False, lambda: None,
             lambda: fleet.wake_idle(),
         )  # fmt: skip
         registry: Any = SimpleNamespace(ready=[])
@@ -76,7 +76,7 @@ async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
         fleet.wake()
         await _until("all run", lambda: not core.waiting_count, 60)
         await asyncio.sleep(WARM_S)
-        steps, tokens, cpu, begin = _steps(fleet), counted.tokens, time.process_time(), time.monotonic()
+        steps, tokens, cpu, begin = _steps(fleet), counter.tokens, time.process_time(), time.monotonic()
         await asyncio.sleep(seconds)
         steps, cpu, took = _steps(fleet) - steps, time.process_time() - cpu, time.monotonic() - begin
         for task in leads:
@@ -87,7 +87,7 @@ async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
             "steps": steps,
             "cpu_us_a_step": round(1e6 * cpu / steps, 1),
             "cores_used": round(cpu / took, 3),
-            "output_tok_s": round((counted.tokens - tokens) / took),
+            "output_tok_s": round((counter.tokens - tokens) / took),
             "of_what_the_sleep_allows": round(steps * step_ms / 1000 / took / count, 3),
         }
     finally:

@@ -53,20 +53,20 @@ class Sampler:
             raise ValueError(f"the sampler wants contiguous float32 logits of {self._vocab} ids")
         if len(slots) != count or logits.shape[0] < count:
             raise ValueError(f"{count} rows with {len(slots)} slots and {logits.shape[0]} rows of logits")
-        wanted = _Wanted(count, bool(rows.want_logprob.any()), 0 if rows.likely is None else int(rows.likely.max()))
+        shape = _ResultShape(count, bool(rows.want_logprob.any()), 0 if rows.likely is None else int(rows.likely.max()))
         if not count:
-            return Done(_sampled(np.zeros(0, np.int32), wanted))
+            return Done(_sampled(np.zeros(0, np.int32), shape))
         layout = _layout(rows, slots, self._vocab)
-        pinned = self._pinned(layout.copied, wanted.numbers)
+        pinned = self._pinned(layout.copied, shape.numbers)
         layout.write(pinned.packed.numpy())
         main = self._device.main
         if layout.whole > self._packed.numel():
             self._packed = self._device.empty((_rounded_up(layout.whole),), torch.uint8)
-        if wanted.numbers > self._results.numel():
-            self._results = self._device.empty((wanted.numbers,), torch.int32)
-        packed, results = self._packed, self._results[: wanted.numbers]
+        if shape.numbers > self._results.numel():
+            self._results = self._device.empty((shape.numbers,), torch.int32)
+        packed, results = self._packed, self._results[: shape.numbers]
         if (asked := rows.likely) is not None:
-            found = _likely(results, wanted)
+            found = _likely(results, shape)
             main.run(lambda: write_likely(logits, asked, found))
         main.copy(packed[: layout.copied], pinned.packed[: layout.copied])
         room, parts = self._room, calls.sampler_parts(count, self._vocab, self._blocks)
@@ -87,8 +87,8 @@ class Sampler:
         )
         touched = (logits, packed, results, room.found, room.scores, room.ids, room.arrived)
         main.launch(call, *touched, *(() if last_tokens is None else (last_tokens,)))
-        main.copy(pinned.results[: wanted.numbers], results)
-        return _Drawing(main.record(), pinned, wanted, self._free)
+        main.copy(pinned.results[: shape.numbers], results)
+        return _Drawing(main.record(), pinned, shape, self._free)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """Sample rows without a slot and wait. The history names no slot."""
@@ -106,7 +106,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _ResultShape:
     """What the results of so many rows hold."""
 
     rows: int
@@ -138,8 +138,8 @@ class _Room:
 
 
 class _Drawing(Pending[Sampled]):
-    def __init__(self, event: Event, pinned: _Pinned, wanted: _Wanted, free: list[_Pinned]) -> None:
-        self._event, self._pinned, self._wanted, self._free = event, pinned, wanted, free
+    def __init__(self, event: Event, pinned: _Pinned, shape: _ResultShape, free: list[_Pinned]) -> None:
+        self._event, self._pinned, self._shape, self._free = event, pinned, shape, free
         self._result: Sampled | None = None
         self._reading = threading.Lock()  # the memory is given back once
 
@@ -150,27 +150,27 @@ class _Drawing(Pending[Sampled]):
         self._event.wait()
         with self._reading:
             if self._result is None:
-                numbers: Int32 = self._pinned.results[: self._wanted.numbers].numpy()
-                self._result = _sampled(numbers, self._wanted)
+                numbers: Int32 = self._pinned.results[: self._shape.numbers].numpy()
+                self._result = _sampled(numbers, self._shape)
                 self._free.append(self._pinned)
         return self._result
 
 
-def _sampled(results: Int32, wanted: _Wanted) -> Sampled:
+def _sampled(results: Int32, shape: _ResultShape) -> Sampled:
     """Return the sample.
 
     results: of all rows tokens, status, the bits of log-probabilities, and what _likely names; copied.
     """
-    columns = results[: RESULTS * wanted.rows].reshape(RESULTS, wanted.rows)
+    columns = results[: RESULTS * shape.rows].reshape(RESULTS, shape.rows)
     tokens, status = (torch.from_numpy(column.astype(np.int64)) for column in columns[:2])
-    logprobs = torch.from_numpy(columns[2].view(np.float32).copy()) if wanted.logprobs else None
-    likely = _likely(torch.from_numpy(results.copy()), wanted) if wanted.likely else None
+    logprobs = torch.from_numpy(columns[2].view(np.float32).copy()) if shape.logprobs else None
+    likely = _likely(torch.from_numpy(results.copy()), shape) if shape.likely else None
     return Sampled(tokens, status, logprobs, likely)
 
 
-def _likely(results: Tensor, wanted: _Wanted) -> Likely:
+def _likely(results: Tensor, shape: _ResultShape) -> Likely:
     """Return the part of the results that holds the most likely ids and their log-probabilities; no copy."""
-    ids, logprobs = results[RESULTS * wanted.rows :].view(2, wanted.rows, wanted.likely)
+    ids, logprobs = results[RESULTS * shape.rows :].view(2, shape.rows, shape.likely)
     return Likely(ids, logprobs.view(torch.float32))
 
 

@@ -29,12 +29,12 @@ PATIENCE_S = 2.0
 """Time that the end of an answer waits for Redis to store it."""
 
 
-class Kept(IntEnum):
+class StoreOutcome(IntEnum):
     """What became of a response that was to be stored."""
 
-    NOT = 0  # it is too large, its client has deleted it, or Redis does not take it
+    REFUSED = 0  # it is too large, its client has deleted it, or Redis does not take it
     NEW = 1
-    BEFORE = 2  # it is there already, and was left as it is
+    PRESENT = 2  # it is there already, and was left as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +104,21 @@ class ResponseStore:
         """Return whether responses are stored at all."""
         return self._retention_ms > 0 and self._bytes > 0
 
-    async def keep(self, tenant: str, conversation: bytes, response: dict[str, Any], only_new: bool = False) -> Kept:
+    async def keep(
+        self, tenant: str, conversation: bytes, response: dict[str, Any], only_new: bool = False
+    ) -> StoreOutcome:
         """Store a response, or its next state. conversation: the items before its answer, JSON; only_new: leave one
         that is there.
         """
         if not self.stores:
-            return Kept.NOT
+            return StoreOutcome.REFUSED
         value = orjson.dumps({"tenant": tenant, "response": response, "input": orjson.Fragment(conversation)})
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await self._run(response["id"], tenant, value, self._retention_ms, only_new)
         except (*Unreachable, RedisError) as error:
             log.warning("response %s is not stored: %s", response["id"], error)
-            return Kept.NOT
+            return StoreOutcome.REFUSED
 
     async def find(
         self, response_id: str, tenant: str, hold: Callable[[int], None] | None = None
@@ -169,8 +171,10 @@ class ResponseStore:
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _run(self, response_id: str, tenant: str, value: bytes, kept_ms: int, only_new: bool = False) -> Kept:
+    async def _run(
+        self, response_id: str, tenant: str, value: bytes, kept_ms: int, only_new: bool = False
+    ) -> StoreOutcome:
         keys = [self._keys.response(response_id), self._keys.responses]
         bounds = (self._bytes, self._tenant_bytes)
         arguments: list[Value] = [self._keys.response(""), tenant, response_id, value, kept_ms, *bounds, int(only_new)]
-        return Kept(await self._script(keys, arguments))
+        return StoreOutcome(await self._script(keys, arguments))

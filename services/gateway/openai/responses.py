@@ -24,7 +24,7 @@ from pydantic import Field, WithJsonSchema
 from starlette.responses import Response
 
 from services.gateway.admission import MANY_REREADS, Hold, unknown_request
-from services.gateway.delivery.response_store import Kept, StoredResponse
+from services.gateway.delivery.response_store import StoredResponse, StoreOutcome
 from services.gateway.delivery.stream import Delta, Generation, Usage
 from services.gateway.errors import ApiError, failed, invalid, shown
 from services.gateway.gateway import Gateway
@@ -530,11 +530,11 @@ class ResponseEvents:
         events, response = self._ended or self._finish(usage)
         return events + self._event(f"response.{response['status']}", response=response)
 
-    async def store(self, keep: Callable[[dict[str, Any]], Awaitable[Kept]]) -> None:
+    async def store(self, keep: Callable[[dict[str, Any]], Awaitable[StoreOutcome]]) -> None:
         """Store the whole response before its last event, so that a request may go on from it at once."""
         self._ended = self._finish(self._generation.usage)
         response = self._ended[1]
-        response["store"] = await keep(response) is not Kept.NOT
+        response["store"] = await keep(response) is not StoreOutcome.REFUSED
 
     def _finish(self, usage: Usage) -> tuple[bytes, dict[str, Any]]:
         """Return the events of whole items, and the whole response."""
@@ -710,14 +710,14 @@ def router(gateway: Gateway) -> APIRouter:
         if spec.background:
             response["status"] = "queued"
             kept = await keep(response, only_new=True)  # an earlier call of the same name has it already
-            response["store"] = kept is not Kept.NOT
+            response["store"] = kept is not StoreOutcome.REFUSED
             del keep, stored_input
             release_bytes(request)
             try:
                 refusal = choose_adapter(model, spec)
                 await model.admission.begin_background(spec, request.state.caller, started, refusal)
             except ApiError:
-                if kept is Kept.NEW:
+                if kept is StoreOutcome.NEW:
                     await model.responses.forget(spec.id, request.state.tenant, hidden_ms=1)
                 raise
             return json_response(response)
@@ -731,7 +731,7 @@ def router(gateway: Gateway) -> APIRouter:
         async def answer() -> dict[str, Any]:
             chat = whole(generation, model.text.fingerprint)
             made = of_chat(response, await collect(generation, request, chat))
-            return made | {"store": await keep(made) is not Kept.NOT}
+            return made | {"store": await keep(made) is not StoreOutcome.REFUSED}
 
         return await whole_response(answer(), headers)
 
@@ -815,12 +815,14 @@ class Responses:
         self._model = model
         self._hold = hold
 
-    async def keep(self, tenant: str, conversation: bytes, response: dict[str, Any], only_new: bool = False) -> Kept:
+    async def keep(
+        self, tenant: str, conversation: bytes, response: dict[str, Any], only_new: bool = False
+    ) -> StoreOutcome:
         """Store a response unless its request asked for none; return whether it is stored. conversation: as of
         ResponseStore.keep.
         """
         if not response["store"]:
-            return Kept.NOT
+            return StoreOutcome.REFUSED
         return await self._model.responses.keep(tenant, conversation, response, only_new)
 
     async def find(self, response_id: str, tenant: str) -> StoredResponse:

@@ -42,7 +42,7 @@ class Offsets(Protocol):
 
 
 @dataclass(slots=True)
-class _Held:
+class _Unsent:
     """Tokens of one choice that no answer or event has had yet; `first`: the index of the first of them."""
 
     first: int = 0
@@ -59,7 +59,7 @@ class Logprobs:
         self._spec = spec
         self._text = text
         self._choices = choices
-        self._held = [_Held() for _ in choices]
+        self._held = [_Unsent() for _ in choices]
         self._sampled = [array("d") for _ in choices]  # of each token, for best_of alone
 
     def keep(self, choice: int, first: int, tokens: list[int], records: bytes) -> None:
@@ -90,7 +90,7 @@ class Logprobs:
         if not self._held[choice].tokens:
             return None
         self._write(choice, len(self._held[choice].tokens))
-        held, self._held[choice] = self._held[choice], _Held()
+        held, self._held[choice] = self._held[choice], _Unsent()
         columns: dict[str, Any] = {
             name: orjson.Fragment(b"[" + b",".join(parts) + b"]") for name, parts in held.columns.items()
         }

@@ -111,7 +111,7 @@ def _finishes(outcome: Outcome) -> dict[tuple[str, int], tuple[int, int]]:
     }
 
 
-Known = tuple[str, int, Int32]
+Output = tuple[str, int, Int32]
 """Request, choice and all tokens of its output."""
 
 
@@ -120,7 +120,7 @@ def arguments(
     epoch: int,
     prefix: str,
     where: Mapping[str, Entry],
-    again: list[Known] | None = None,
+    again: list[Output] | None = None,
     held: Value = "",
 ) -> list[Value]:
     """Return the ARGV of publish.lua for some outcomes, in order. where: the stream entries of the requests. held: the
@@ -268,7 +268,7 @@ class Publisher:
                 self._written.set()
 
     async def _write(self, outcomes: list[tuple[int, Outcome]]) -> None:
-        again: list[Known] | None = None
+        again: list[Output] | None = None
         try:
             while True:
                 lease = self._lease
@@ -282,11 +282,11 @@ class Publisher:
                 await self._remove_foreign(written_keys(self._keys, [outcome for _, outcome in outcomes]))
             raise
 
-    def _whole(self, outcomes: list[Outcome], short: list[bytes]) -> list[Known]:
+    def _whole(self, outcomes: list[Outcome], short: list[bytes]) -> list[Output]:
         """Return the whole outputs of the choices `short` (id, choice, id, ...), as far as they are known."""
         ended = {finished.request.id: finished.outputs for outcome in outcomes for finished in outcome.ended}
         names = dict.fromkeys((short[i].decode(), int(short[i + 1])) for i in range(0, len(short), 2))
-        found: list[Known] = []
+        found: list[Output] = []
         for name, choice in names:
             tokens = ended[name][choice] if name in ended else self._outputs(name, choice)
             if tokens is not None:

@@ -98,7 +98,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Answer:
     """One entry of the queue of answers: a step in flight, an error, or neither at the end of the Run."""
 
     run: RunState
@@ -115,7 +115,7 @@ class Pipeline:
     def __init__(self) -> None:
         self.last_step_id = 0  # answered
         self._work: queue.Queue[Item | None] = queue.Queue(QUEUED_STEPS)
-        self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
         self._places = threading.Semaphore(0)  # for steps that are out
         self._watchdog = StepWatchdog()
         self._threads: list[threading.Thread] = []
@@ -184,17 +184,17 @@ class Pipeline:
                 continue
             if engine.overlaps:
                 self._places.acquire()
-            given = self._submit(engine, item)
+            answer = self._submit(engine, item)
             if engine.overlaps:
-                self._given.put(given)
+                self._answers.put(answer)
             else:
-                self._answer(engine, given)
-        self._given.put(None)
+                self._answer(engine, answer)
+        self._answers.put(None)
 
     def _finish_all(self, engine: Engine) -> None:
         """Wait for the device: a thread."""
-        while (given := self._given.get()) is not None:
-            self._answer(engine, given)
+        while (answer := self._answers.get()) is not None:
+            self._answer(engine, answer)
             self._places.release()
 
     def _reset(self, engine: Engine, run: RunState, hello: worker_pb2.Step) -> None:
@@ -243,11 +243,11 @@ class Pipeline:
         finally:
             self._places.release(engine.max_in_flight)
 
-    def _submit(self, engine: Engine, item: Item) -> _Given:
+    def _submit(self, engine: Engine, item: Item) -> _Answer:
         """Submit a step; after a failure the slots are not to be trusted until a hello."""
         run, step = item.run, item.step
         if run.ended.is_set() or step is None:
-            return _Given(run)
+            return _Answer(run)
         watched = None
         try:
             if run.broken:
@@ -267,34 +267,34 @@ class Pipeline:
         except Exception as error:  # whatever a step did
             self._look_at(error)
             run.fail(step.id, error)
-            return _Given(run, step.epoch, step.id, None, error, watched)
+            return _Answer(run, step.epoch, step.id, None, error, watched)
         run.last_id = step.id
-        return _Given(run, step.epoch, step.id, inflight, None, watched)
+        return _Answer(run, step.epoch, step.id, inflight, None, watched)
 
-    def _answer(self, engine: Engine, given: _Given) -> None:
+    def _answer(self, engine: Engine, answer: _Answer) -> None:
         """Send a result for every step, whatever happens."""
-        run, error = given.run, given.error
+        run, error = answer.run, answer.error
         try:
-            if given.inflight is not None:
-                result = engine.finish(given.inflight, run.more)
-                if given.id > run.broken_at:
+            if answer.inflight is not None:
+                result = engine.finish(answer.inflight, run.more)
+                if answer.id > run.broken_at:
                     raise ProtocolError(f"{run.broken}; begin a new Run")
                 run.results.put(result)
-                self.last_step_id = given.id
+                self.last_step_id = answer.id
                 if self._observe is not None:
-                    self._observe(result, given.inflight.chunks)
+                    self._observe(result, answer.inflight.chunks)
         except Exception as raised:
             self._look_at(raised)
-            run.fail(given.id, raised)
+            run.fail(answer.id, raised)
             error = raised
         finally:
-            if given.watched is not None:
-                self._watchdog.end(given.watched)
+            if answer.watched is not None:
+                self._watchdog.end(answer.watched)
         run.answered += 1
         if error is not None:
             said = f"{type(error).__name__}: {error}" if str(error) else repr(error)
-            run.results.put(worker_pb2.Result(epoch=given.epoch, id=given.id, error=said))
-        elif given.inflight is None:
+            run.results.put(worker_pb2.Result(epoch=answer.epoch, id=answer.id, error=said))
+        elif answer.inflight is None:
             run.end()
 
     def _look_at(self, error: Exception) -> None:

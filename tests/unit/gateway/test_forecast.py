@@ -21,7 +21,7 @@ from services.gateway.cluster import (
     renewed_at,
 )
 from services.gateway.errors import ApiError
-from services.gateway.progress import Seen
+from services.gateway.progress import Observation
 from services.gateway.request import Limits
 from shared.placement import Placement
 from shared.settings import GatewaySettings
@@ -132,10 +132,10 @@ async def test_model_that_sleeps_is_ready_and_its_queue_is_no_alarm() -> None:
     look = Snapshot(time.monotonic(), frozenset("a"), {}, {"a": BUSY | {"waiting": "1"}})
     cluster.snapshot = look
     assert cluster.reason_not_ready() == "no worker is registered"
-    assert look.seen.stats
+    assert look.observation.stats
     cluster.snapshot = replace(look, placement=ASLEEP)
     assert cluster.reason_not_ready() == ""
-    assert cluster.snapshot.seen == Seen()
+    assert cluster.snapshot.observation == Observation()
     cluster.snapshot = replace(look, placement=ASLEEP, leases=frozenset())
     assert cluster.reason_not_ready() == "no scheduler is alive"
     await cluster.close()
@@ -147,7 +147,7 @@ def test_model_that_is_awake_has_no_worker_for_no_longer_than_a_load() -> None:
     for placement, most_s in ((awake, 5.0), (replace(awake, load_ms=0), FIRST_LOAD_S)):
         for passed_s, waits in ((most_s - 0.5, True), (most_s + 0.5, False)):
             late = replace(look, at=look.placed_at + passed_s, placement=placement)
-            assert (late.has_to_wait, late.seen == Seen()) == (waits, waits)
+            assert (late.has_to_wait, late.observation == Observation()) == (waits, waits)
             assert replace(late, placement=ASLEEP).has_to_wait, "that one waits for its turn"
     served = replace(look, placement=awake, workers={"w": {}}, stats={"a": BUSY | {"workers": "1"}})
     assert not served.has_to_wait

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.gateway import published
 from services.gateway.metrics import Metrics
 from services.gateway.processes import LENGTH_BYTES, Place, Siblings, labelled, merged
-from services.gateway.progress import Progress, Seen
+from services.gateway.progress import Observation, Progress
 from services.gateway.published import Published
 from shared.dead_letters import text
 from shared.redis_client import connect
@@ -115,7 +115,7 @@ BUSY = {"epoch": 1.0, "last_step": 7.0, "running": 2.0}
 IDLE = {"epoch": 1.0, "last_step": 7.0}
 
 
-def stalled(looks: list[tuple[Seen | None, int]]) -> float:
+def stalled(looks: list[tuple[Observation | None, int]]) -> float:
     """After so many looks, a second apart; no time before the first."""
     progress = Progress(0.0)
     for second, (seen, unfinished) in enumerate(looks):
@@ -123,11 +123,11 @@ def stalled(looks: list[tuple[Seen | None, int]]) -> float:
     return progress.stalled(len(looks) - 1.0)[0]
 
 
-def shown(stats: dict[str, float] | None = None, leases: frozenset[str] = LED, **more: Any) -> Seen:
-    return Seen(leases, {} if stats is None else {"shard-0": stats}, **more)
+def shown(stats: dict[str, float] | None = None, leases: frozenset[str] = LED, **more: Any) -> Observation:
+    return Observation(leases, {} if stats is None else {"shard-0": stats}, **more)
 
 
-STALLED: dict[str, tuple[Seen | None, int]] = {
+STALLED: dict[str, tuple[Observation | None, int]] = {
     "a worker hangs": (shown(BUSY), 0),
     "no worker runs a waiting request": (shown({**IDLE, "waiting": 1.0}), 0),
     "a step is not answered": (shown({**IDLE, "in_flight": 1.0}), 0),
@@ -138,23 +138,26 @@ STALLED: dict[str, tuple[Seen | None, int]] = {
     "no scheduler ever led": (shown(None), 1),
     "Redis is away": (None, 1),
 }
-WITHOUT_WORK: dict[str, tuple[Seen | None, int]] = {
+WITHOUT_WORK: dict[str, tuple[Observation | None, int]] = {
     "idle": (shown(IDLE), 0),
     "nothing known": (shown(None), 0),
     "Redis is away": (None, 0),
     "parked until a client continues it": (shown({**IDLE, "parked": 2.0}, queued=2.0), 0),
     "stranded until a worker of its numerics comes": (shown({**IDLE, "stranded": 2.0}), 2),
-    "a shard that lost its work to others": (Seen(frozenset({"shard-1"}), {"shard-0": BUSY, "shard-1": IDLE}), 0),
+    "a shard that lost its work to others": (
+        Observation(frozenset({"shard-1"}), {"shard-0": BUSY, "shard-1": IDLE}),
+        0,
+    ),
 }
 
 
 @pytest.mark.parametrize("look", STALLED.values(), ids=STALLED)
-def test_stalled_work_raises_an_alarm(look: tuple[Seen | None, int]) -> None:
+def test_stalled_work_raises_an_alarm(look: tuple[Observation | None, int]) -> None:
     assert stalled([look] * 41) >= 39
 
 
 @pytest.mark.parametrize("look", WITHOUT_WORK.values(), ids=WITHOUT_WORK)
-def test_no_alarm_without_work(look: tuple[Seen | None, int]) -> None:
+def test_no_alarm_without_work(look: tuple[Observation | None, int]) -> None:
     assert stalled([look] * 41) == 0
 
 
@@ -176,7 +179,7 @@ def test_stalled_shard_is_named_beside_a_working_one() -> None:
     progress = Progress(0.0)
     for second in range(41):
         stats = {"shard-0": BUSY, "shard-1": {**BUSY, "last_step": float(second)}}
-        progress.look(Seen(leases, stats), 1, float(second))
+        progress.look(Observation(leases, stats), 1, float(second))
     assert progress.stalled(40.0) == (40.0, "shard shard-0")
 
 

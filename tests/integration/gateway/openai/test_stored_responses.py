@@ -8,7 +8,7 @@ import openai
 import orjson
 import pytest
 
-from services.gateway.delivery.response_store import Kept, ResponseStore
+from services.gateway.delivery.response_store import ResponseStore, StoreOutcome
 from services.gateway.gateway import Gateway
 from tests.integration.conftest import OTHER, TEXT
 from tests.support.checkpoints.tokenizers import token_ids
@@ -199,6 +199,6 @@ async def test_bytes_of_a_tenant_are_a_setting(local_gateway: Gateway, tenant_by
     names = ["resp_1", "resp_2", "resp_3"]
     for name in names:
         response = {"id": name, "status": "completed", "store": True, "output": []}
-        assert await store.keep("a", orjson.dumps([{"text": "x" * 1900}]), response) is Kept.NEW
+        assert await store.keep("a", orjson.dumps([{"text": "x" * 1900}]), response) is StoreOutcome.NEW
     assert [name for name in names if (await store.find(name, "a"))[0] is not None] == left
     await store.close()
