@@ -79,12 +79,19 @@ async def test_stopped_driver_begins_no_batch_in_place_of_another(redis_server: 
     async def cancel(request_id: str, tenant: str) -> None: ...
 
     keyring = cast(Keyring, SimpleNamespace(read=True, caller=lambda key: Caller("greedy")))
-    driver = BatchDriver(settings, keyring, Metrics(), cancel)
+    metrics = Metrics()
+    driver = BatchDriver(settings, keyring, metrics, cancel)
+
+    def driven() -> float | None:
+        return metrics.registry.get_sample_value("orcinus_gateway_driven_batches")
+
+    figures = [driven()]
     driver.app = app
     for _ in range(MOST_DRIVEN):
         ordered(driver.files, driver.batches, lines_of(1), tenant="greedy")
     looking = asyncio.create_task(driver.run())
     await wait_until(lambda: len(running) == MOST_DRIVEN)
+    figures.append(driven())
     batch = ordered(driver.files, driver.batches, lines_of(1), tenant="modest")[0].id
     driver.wake()
     await leaving.wait()
@@ -97,6 +104,7 @@ async def test_stopped_driver_begins_no_batch_in_place_of_another(redis_server: 
     assert driver.batches.find("modest", batch).state.epoch == 0
     await end(looking)
     await driver.close()
+    assert figures == [0, MOST_DRIVEN]
 
 
 def test_slow_uploads_leave_room_for_another_tenant(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
