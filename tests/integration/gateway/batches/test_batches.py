@@ -155,22 +155,6 @@ def test_files_come_and_go_through_the_official_client(client: openai.OpenAI, ga
         client.files.content(made.id)
 
 
-@pytest.mark.parametrize(
-    ("form", "problem"),
-    [
-        ({"data": {"purpose": "batch"}, "files": {"other": b"x"}}, "other"),
-        ({"data": {"purpose": "batch", "expires_after[seconds]": "1"}, "files": {"file": b"x"}}, "anchor"),
-        ({"data": {"purpose": "x" * 2000}, "files": {"file": b"x"}}, "may have 1024 bytes"),
-    ],
-)  # fmt: skip
-def test_form_that_is_wrong_is_refused_and_leaves_nothing(
-    gateway: GatewayProcess, client: openai.OpenAI, form: dict[str, Any], problem: str
-) -> None:
-    answer = gateway.request("POST", "/v1/files", **form)
-    assert answer.status_code == 400 and problem in answer.json()["error"]["message"]
-    assert list(client.files.list()) == []
-
-
 def test_form_with_its_file_first_is_taken(gateway: GatewayProcess, client: openai.OpenAI) -> None:
     parts = [("file", ("f", b"x")), ("purpose", (None, b"batch"))]
     assert gateway.request("POST", "/v1/files", files=parts).json()["bytes"] == 1

@@ -38,3 +38,4 @@ def test_gateway_serves_after_all_bad_requests(gateway_and_page: tuple[GatewayPr
     answer = gateway.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
     assert answer.status_code == 200, answer.text
     assert "Traceback" not in gateway.log()
+    assert gateway.get("/v1/files").json()["data"] == [], "no refused form leaves a file"

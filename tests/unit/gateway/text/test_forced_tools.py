@@ -179,26 +179,6 @@ def test_only_allowed_tools_are_rendered_read_and_sampled(directory: Path, model
     assert called <= {"ring", "knock"} and (called or not grammar)
 
 
-@pytest.mark.parametrize(
-    ("choice", "words"),
-    [
-        (allowed("required", "gone"), "names a function that is not in tools; got 'gone'"),
-        (allowed("maybe", "ring"), "tool_choice.allowed_tools.mode"),
-        (allowed("auto"), "tool_choice.allowed_tools.tools"),
-        ({"type": "allowed_tools"}, "the parameter tool_choice.allowed_tools"),
-        ({"type": "function", "function": {}}, "the parameter tool_choice.function.name"),
-        ({"type": "custom"}, "Invalid value for 'tool_choice.type'"),
-        (3, "Invalid value for 'tool_choice'"),
-        ("maybe", "'none', 'auto' or 'required'"),
-    ],
-)
-def test_invalid_tool_choice_is_refused_by_its_fault(model: ModelText, choice: Any, words: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        plan_tools(chat(tools=TOOLS, tool_choice=choice), model)
-    assert refused.value.status == 400 and (refused.value.param or "").startswith("tool_choice")
-    assert words in refused.value.message
-
-
 def test_template_renders_all_tools_when_one_is_named(model: ModelText) -> None:
     asked = plan_tools(chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "ring"}}), model)
     assert asked.use is not None and asked.use.names == ("ring",)
