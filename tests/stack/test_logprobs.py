@@ -62,36 +62,6 @@ def test_logprobs_of_completions_are_those_of_transformers(
         assert told.text_offset[0] == 0 and sorted(told.text_offset) == told.text_offset
 
 
-def test_logprobs_of_chats_ignore_sampling_and_are_equal_when_streamed(
-    stack: Stack, client: openai.OpenAI, reference: Reference
-) -> None:
-    messages: Any = [{"role": "user", "content": "naïve 🐋?"}]
-    prompt = stack.post("/tokenize", {"messages": messages}).json()["tokens"]
-    asked: dict[str, Any] = {
-        "model": stack.name, "messages": messages, "max_tokens": 16, "n": 2, "logprobs": True, "top_logprobs": 20,
-        "extra_body": {**EXTRA, **OWN}, **DRAWN,
-    }  # fmt: skip
-    whole = client.chat.completions.create(**asked)
-    for choice in whole.choices:
-        ids: list[int] = choice.token_ids  # type: ignore[attr-defined]
-        assert choice.logprobs is not None and choice.logprobs.content is not None
-        content = choice.logprobs.content
-        assert len(content) == len(ids) == 16 and 71 not in ids
-        for one, row, token in zip(content, exact(reference, prompt, ids), ids, strict=True):
-            assert one.logprob == about(float(row[token]))
-            assert [best.logprob for best in one.top_logprobs] == about(row.topk(20).values.tolist())
-        told = b"".join(bytes(one.bytes or []) for one in content)
-        assert told.decode("utf-8", "replace") == choice.message.content
-    streamed: list[list[Any]] = [[], []]
-    for chunk in client.chat.completions.create(**asked, stream=True):
-        for part in chunk.choices:
-            streamed[part.index] += (part.logprobs.content or []) if part.logprobs else []
-    for choice, parts in zip(whole.choices, streamed, strict=True):
-        assert choice.logprobs is not None and choice.logprobs.content is not None
-        assert [part.token for part in parts] == [one.token for one in choice.logprobs.content]
-        assert [part.logprob for part in parts] == about([one.logprob for one in choice.logprobs.content])
-
-
 def test_best_of_returns_the_most_likely_choices_also_when_repeated(stack: Stack) -> None:
     asked = {"prompt": "fn", "max_tokens": 8, "temperature": 1.4, "seed": 3, **EXTRA}
     every = stack.post("/v1/completions", {**asked, "n": 5, "logprobs": 0}).json()["choices"]
