@@ -1,4 +1,4 @@
-"""Record the first minute in a terminal: `python -m tests.support.docs.terminal_picture` writes docs/img/terminal.svg.
+"""Record the first minute in a terminal: `python -m bench.studies.first_minute` writes docs/img/terminal.svg.
 
 An empty clone of this commit, an empty home, no cache of pip: `make run` installs, compiles and starts (cold). Then the
 same again with all of it there (warm), and the request that it prints. Every line has the seconds since `make run`.
@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
+from bench.local import free_ports
 from shared.settings import ROOT
-from tests.support.waiting import free_port
 
 PICTURE = ROOT / "docs" / "img" / "terminal.svg"
 COLUMNS = 116
@@ -169,7 +169,7 @@ def pip_settings(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, 
 
 def start(place: Here | Container) -> Start:
     """Run `make run` until it serves, send the request that it prints, and stop it."""
-    port = free_port()
+    (port,) = free_ports(1)
     begun = time.monotonic()
     run = place.popen(["make", "--no-print-directory", "run", f"PORT={port}"])
     lines: list[tuple[float, str]] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.docs.terminal_picture import Start, pip_settings
+from bench.studies.first_minute import Start, pip_settings
 
 
 @pytest.mark.parametrize(
