@@ -80,31 +80,6 @@ async def test_work_of_a_cancelled_caller_keeps_its_thread_to_its_end(work: Work
     assert waiting.running == 2
 
 
-async def test_better_class_begins_first_and_tenants_of_a_class_take_turns(
-    work: Work, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request, "THREADS", 1)
-    monkeypatch.setattr(request, "TENANT_THREADS", 1)
-    threads, order = TenantThreads(), list[tuple[str, str, int]]()
-
-    async def ask(tenant: str, priority: str, number: int) -> None:
-        ARRIVAL.set(arrival(tenant, priority))
-        await threads.run(order.append, (tenant, priority, number))
-
-    first = asyncio.create_task(of_tenant(threads, "b", work))
-    low = [asyncio.create_task(ask("a", "low", number)) for number in range(4)]
-    others = [asyncio.create_task(ask(*one)) for one in (("b", "low", 0), ("a", "realtime", 0), ("b", "high", 0))]
-    await wait_until(lambda: work.running == 1)
-    low[1].cancel()
-    await asyncio.wait(low[1:2])
-    work.go.set()
-    async with asyncio.timeout(30):
-        await asyncio.gather(first, low[0], *low[2:], *others)
-    assert order == [
-        ("a", "realtime", 0), ("b", "high", 0), ("a", "low", 0), ("b", "low", 0), ("a", "low", 2), ("a", "low", 3),
-    ]  # fmt: skip
-
-
 async def test_work_that_waits_for_a_thread_is_forgotten_with_its_caller(work: Work) -> None:
     threads = TenantThreads()
     greedy = [asyncio.create_task(of_tenant(threads, "greedy", work)) for _ in range(TENANT_THREADS)]

@@ -68,12 +68,6 @@ async def test_better_class_begins_before_all_that_wait() -> None:
     assert sorted(order) == [*range(TURNS + 22)]
 
 
-async def test_tenants_of_a_class_take_turns() -> None:
-    many = [arrival(tenant="a") for _ in range(8)]
-    order = await begun(Turns(0.5, 60.0), *FIRST, *many, arrival(tenant="b"))
-    assert order[TURNS : TURNS + 2] == [TURNS, TURNS + 8]
-
-
 async def test_requests_begin_a_few_in_a_round() -> None:
     turns, rounds = Turns(0.5, 60.0), []
     tasks = [asyncio.create_task(turns.wait(arrival())) for _ in range(3 * TURNS)]
@@ -96,14 +90,6 @@ async def test_requests_that_waited_take_the_turns_of_their_round() -> None:
     assert seen == [True, True, False, False]
 
 
-async def test_crowd_refuses_less_urgent_classes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "TURN_REQUESTS", 10)
-    crowd = [*FIRST, *(arrival("low") for _ in range(5))]
-    assert await refused(Turns(0.5, 60.0), arrival("low"), crowd) == "queue_full"
-    assert await refused(Turns(0.5, 60.0), arrival("low"), crowd[:-1]) == ""
-    assert await refused(Turns(0.5, 60.0), arrival("realtime"), crowd) == ""
-
-
 async def test_named_requests_are_bounded_and_leave_room_to_better_classes() -> None:
     crowd = [arrival("low", "a", True, named=True) for _ in range(300)]
     assert await refused(Turns(0.5, 60.0), arrival("low", "a", True, named=True), crowd) == "tenant_queue_full"
@@ -116,13 +102,6 @@ async def test_place_exceeds_the_bound_by_its_share(monkeypatch: pytest.MonkeyPa
         crowd = [*FIRST, *(arrival("normal") for _ in range(held))]
         assert await refused(Turns(0.5, 60.0), arrival("low"), crowd) == "queue_full"
         assert await refused(Turns(0.5, 60.0), arrival("low"), crowd, has_place=True) == code
-
-
-async def test_crowd_of_one_tenant_leaves_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "TURN_REQUESTS", 10)
-    crowd = [*FIRST, *(arrival(tenant="a", has_others=True) for _ in range(4))]
-    assert await refused(Turns(0.5, 60.0), arrival(tenant="a", has_others=True), crowd) == "tenant_queue_full"
-    assert await refused(Turns(0.5, 60.0), arrival(tenant="b", has_others=True), crowd) == ""
 
 
 async def test_request_past_its_deadline_does_not_begin() -> None:
