@@ -107,9 +107,10 @@ class DeadLetters:
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         self._count(kind_of(key))
-        log.error("record of %s set aside: %s", shown(key), shown(reason))
+        text = printable(reason)
+        log.error("record of %s set aside: %s", printable(key), text)
         if len(self._rows) < PENDING:
-            row: dict[str, Value] = {"member": self._member, "key": shown(key, KEY_CHARS), "text": shown(reason)}
+            row: dict[str, Value] = {"member": self._member, "key": printable(key, KEY_CHARS), "text": text}
             self._rows.append(row | {"bytes": len(content), "content": content[:CONTENT_BYTES]})
 
     def take(self) -> list[dict[str, Value]]:
@@ -155,6 +156,6 @@ def kind_of(key: str) -> str:
     return key.rpartition("}:")[2].partition(":")[0][:40]
 
 
-def shown(words: str, limit: int = TEXT_CHARS) -> str:
+def printable(words: str, limit: int = TEXT_CHARS) -> str:
     """Return text for a log: printable, at most `limit` characters."""
     return "".join(char if char.isprintable() else "?" for char in words[:limit])

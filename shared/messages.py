@@ -1,4 +1,4 @@
-"""Parts of messages for people: numbers with their words, addresses without passwords.
+"""Parts of messages for people: numbers with their words, values cut to a line, addresses without passwords.
 
 The standard library alone: `make run` says such lines before anything is installed.
 """
@@ -13,6 +13,20 @@ HIDDEN = "********"
 def quantity(number: int, thing: str) -> str:
     """Return a number and its thing, as in `1 package` and `2 packages`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def shorten(text: str, most: int = 60) -> str:
+    """Return a text of at most `most` characters; dots stand for the rest.
+
+    >>> shorten("a long name", 8)
+    'a lon...'
+    """
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def quote(value: object, most: int = 80) -> str:
+    """Return a value as it may stand in a message: as Python writes it, short, one line."""
+    return shorten(repr(value), most)
 
 
 def hide_password(url: str) -> str:

@@ -26,11 +26,12 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError, WatchError
 from safetensors import SafetensorError, safe_open
 
-from services.gateway.errors import RETRY, ApiError, invalid, shown, unavailable
+from services.gateway.errors import RETRY, ApiError, invalid, unavailable
 from services.gateway.published import Published
 from services.gateway.text.tokenizer import is_encoder
 from shared.dead_letters import DeadLetters, remove_foreign
 from shared.errors import ModelError
+from shared.messages import quote
 from shared.models.adapters import (
     CONFIG,
     CONFIG_BYTES,
@@ -142,7 +143,7 @@ class AdapterNames:
             self._demand_room(name)
             if name in self.records and self.records[name].digest != record.digest and not replaces:
                 raise invalid(
-                    "lora_name", f"lora_name: {shown(name)} is loaded already; unload it first, or send load_inplace"
+                    "lora_name", f"lora_name: {quote(name)} is loaded already; unload it first, or send load_inplace"
                 )
             return record
 
@@ -155,7 +156,7 @@ class AdapterNames:
 
         def unloaded() -> AdapterRecord:
             if name not in self.records:
-                text = f"lora_name: no adapter {shown(name)} is loaded; /v1/models lists them"
+                text = f"lora_name: no adapter {quote(name)} is loaded; /v1/models lists them"
                 raise ApiError(404, text, param="lora_name", code="adapter_not_found")
             return replace(self.records[name], unloaded_s=int(time.time()))
 

@@ -23,7 +23,7 @@ from services.gateway.anthropic import batches as message_batches
 from services.gateway.anthropic import messages
 from services.gateway.auth import OPEN_PATHS, OwnOrigin, RequireKey
 from services.gateway.dashboard import routes as dashboard
-from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.errors import ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.http.pages import PAGE_HEADERS
 from services.gateway.http.protocol import BodyLimit, CutSlow, Pages, RequestContext
@@ -41,6 +41,7 @@ from services.gateway.openai import (
     tokenization,
 )
 from services.gateway.web import routes as web
+from shared.messages import quote
 from shared.settings import is_loopback
 
 
@@ -170,7 +171,7 @@ async def _query_error(request: Request, error: RequestValidationError) -> Respo
     """Refuse a parameter of the address, as `bodies.py` does with a field of a body."""
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    refusal = invalid(name, f"Invalid value for '{name}': {first['msg']}; got {shown(first.get('input'))}")
+    refusal = invalid(name, f"Invalid value for '{name}': {first['msg']}; got {quote(first.get('input'))}")
     return await _api_error(request, refusal)
 
 

@@ -24,11 +24,12 @@ from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.errors import RETRY, ApiError, shown, unavailable
+from services.gateway.errors import RETRY, ApiError, unavailable
 from services.gateway.published import Published
 from services.gateway.request import ARRIVAL, Arrival
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
+from shared.messages import quote
 from shared.redis_client import WRONG_TYPE, connect
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
@@ -337,7 +338,7 @@ class OwnOrigin:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if scope["method"] not in SAFE_METHODS and self._is_foreign(host, origin, site):
             text = (
-                f"origin not allowed without a key: {scope['method']} from a page of {shown(origin or site)}; send it "
+                f"origin not allowed without a key: {scope['method']} from a page of {quote(origin or site)}; send it "
                 "from a page of this address or no page, or put the host of that page in ORCINUS_OPS_NAMES"
             )
             return ApiError(403, text, code="origin_not_allowed")

@@ -198,12 +198,6 @@ def slow_client(bound: int) -> ApiError:
     )
 
 
-def shown(value: object, most: int = 80) -> str:
-    """Return a value as it may stand in an error message: short, one line."""
-    text = repr(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
 def broken_record() -> ApiError:
     """Return the error of a request with a record in Redis that is not whole or cannot be read."""
     return ApiError(500, "request record in Redis: not whole; send the request again", code="record_lost")

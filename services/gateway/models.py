@@ -25,7 +25,7 @@ from services.gateway.cluster import STALE_S, Cluster, PlacerSeen, placed, place
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher, failed
 from services.gateway.delivery.response_store import ResponseStore
-from services.gateway.errors import RETRY, UNAVAILABLE, ApiError, shown, shutting_down, unavailable
+from services.gateway.errors import RETRY, UNAVAILABLE, ApiError, shutting_down, unavailable
 from services.gateway.metrics import Metrics
 from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
@@ -33,6 +33,7 @@ from services.gateway.tracing import Tracing
 from shared.dead_letters import DeadLetters, text
 from shared.errors import ConfigurationError, ModelError
 from shared.keys import Keys
+from shared.messages import quote
 from shared.models.models_file import ModelEntry, check_names
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
@@ -222,15 +223,15 @@ class ModelTable:
     def unknown(self, name: str, caller: Caller | None) -> ApiError:
         """Return the 404 for a name that no model here has, or none that runs; it lists those that there are."""
         if not self._entries:
-            text = f"The model {shown(name)} does not exist; this server has {self.first.name!r}"
+            text = f"The model {quote(name)} does not exist; this server has {self.first.name!r}"
             return ApiError(404, text, param="model", code="model_not_found")
         there = [each for each in self.names() if self.state(each) != "unavailable"]
         listed = ", ".join(each for each in there if caller is None or caller.may_use(each)) or "none now"
         is_here = name in self._named and (caller is None or caller.may_use(self._named[name].name))
         if is_here:
-            text = f"The model {shown(name)} has no worker; this server has {listed}; start its scheduler and a worker"
+            text = f"The model {quote(name)} has no worker; this server has {listed}; start its scheduler and a worker"
             return ApiError(404, text, param="model", code=UNAVAILABLE)
-        text = f"The model {shown(name)} does not exist; this server has {listed}"
+        text = f"The model {quote(name)} does not exist; this server has {listed}"
         return ApiError(404, text, param="model", code="model_not_found")
 
     def has(self, name: str) -> bool:

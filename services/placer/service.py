@@ -18,7 +18,7 @@ from typing import Any, Literal
 from redis.asyncio import Redis
 
 from services.placer.decide import Demand, choose, wake_ms
-from shared.dead_letters import DeadLetters, remove_foreign, shown
+from shared.dead_letters import DeadLetters, printable, remove_foreign
 from shared.errors import ConfigurationError, LeaseLostError
 from shared.keys import CLASSES, PLACER, PLACER_KEYS, Keys
 from shared.lease import Lease
@@ -113,8 +113,9 @@ class Placer:
             if lease is not None and lease == held:
                 names = read_placements(await persist("read the placements", self._stored, log)).keys()
                 if names and names != self._models.keys():
+                    others = printable(", ".join(sorted(names)))
                     raise ConfigurationError(
-                        f"Redis at {self._address}: has a placer for other models, {shown(', '.join(sorted(names)))}; "
+                        f"Redis at {self._address}: has a placer for other models, {others}; "
                         "stop its stack, or unset ORCINUS_REDIS_URL to let this one start its own Redis"
                     )
             held = lease

@@ -77,17 +77,17 @@ def effective(settings: BaseSettings, values: Values, env: Mapping[str, str] = M
     """Return all settings of a service. env: variables that its process gets beyond those of this one."""
     rows: Shown = {}
     for name, field in type(settings).model_fields.items():
-        value, given = shown(getattr(settings, name)), env.get(env_name(name))
+        value, given = hide_secrets(getattr(settings, name)), env.get(env_name(name))
         if given and is_secret(field):
             given = HIDDEN
-        if given is not None and name not in values and shown(given) != str(value):
-            rows[name] = shown(given), "derived"
+        if given is not None and name not in values and hide_secrets(given) != str(value):
+            rows[name] = hide_secrets(given), "derived"
         else:
             rows[name] = value, source(settings, name, values)
     return rows
 
 
-def shown(value: Any) -> Any:
+def hide_secrets(value: Any) -> Any:
     """Return a value that may be printed: secrets hidden, paths as text."""
     if isinstance(value, SecretStr):
         return HIDDEN if value.get_secret_value() else ""
@@ -113,5 +113,5 @@ def _explain(settings: type[BaseSettings], item: Any, values: Values, named: Cal
     name = str(item["loc"][0])
     where = named(name) if name in values else env_name(name)
     field = settings.model_fields.get(name)
-    value = HIDDEN if field is not None and is_secret(field) else str(shown(item["input"]))
+    value = HIDDEN if field is not None and is_secret(field) else str(hide_secrets(item["input"]))
     return f"{where}={value}: {message[0].lower()}{message[1:]}"

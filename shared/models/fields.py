@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.errors import ModelError
+from shared.messages import quote
 
 LARGEST = 1 << 24  # of any size; a vocabulary or a context beyond it is a mistake
 
@@ -73,9 +74,7 @@ class Fields:
         return value
 
     def _refused(self, key: str, value: Any, wanted: str) -> ModelError:
-        said = repr(value)
-        said = said if len(said) <= 60 else said[:57] + "..."
-        return ModelError(f"{self.where}: {self.name(key)} is {said}, expected {wanted}{self._remedy}")
+        return ModelError(f"{self.where}: {self.name(key)} is {quote(value, 60)}, expected {wanted}{self._remedy}")
 
     @property
     def _remedy(self) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ModelError, OrcinusError
+from shared.messages import shorten
 from shared.models.gguf.tokenizer import LLAMA_3, QWEN_2
 from shared.models.model_files import read_bounded
 from shared.processes.jail import Jail, JailError
@@ -463,7 +464,7 @@ class _Steps:
             raise self._wrong("a Replace by a regular expression, and only by a String is allowed")
         self._regexes.add(text)
         if problem := regex_problem(text):
-            raise self._wrong(f"the regular expression {_short(text)} {problem}", "choose another model")
+            raise self._wrong(f"the regular expression {shorten(text)!r} {problem}", "choose another model")
         return 0
 
     def _bytes(self, step: dict[str, Any], name: str) -> int:
@@ -550,7 +551,3 @@ def _check_id(name: str, highest: int) -> None:
 def _ids(special: Any) -> list[Any]:
     ids = special.get("ids") if isinstance(special, dict) else None
     return ids if isinstance(ids, list) else []
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")

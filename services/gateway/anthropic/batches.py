@@ -20,11 +20,12 @@ from starlette.responses import Response, StreamingResponse
 from services.gateway.anthropic.bodies import MessagesErrorAnswer
 from services.gateway.batches.files import FileStore, new_id
 from services.gateway.batches.records import ENDED, Batch, BatchOrder, BatchStore
-from services.gateway.errors import MESSAGES, ApiError, invalid, shown
+from services.gateway.errors import MESSAGES, ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import json_response
 from services.gateway.openai.bodies import Body, read_body
 from services.gateway.openai.document import FOUND, body_of, errors
+from shared.messages import quote
 
 PATH = "/v1/messages/batches"
 WINDOW_H = 24
@@ -155,7 +156,7 @@ def _lines(body: MessageBatchBody, most_bytes: int) -> Iterator[bytes]:
         known.add(each.custom_id)
         for name, neutral in (("stream", False), ("background", False), ("priority", "low")):
             if (value := each.params.get(name)) not in (None, neutral):
-                raise invalid("requests", f"{place}.params.{name} is {shown(value)}; leave it out in a batch")
+                raise invalid("requests", f"{place}.params.{name} is {quote(value)}; leave it out in a batch")
         line = {"custom_id": each.custom_id, "method": "POST", "url": MESSAGES, "body": each.params}
         if len(text := orjson.dumps(line)) > most_bytes:
             raise ApiError(413, f"{place} has {len(text)} bytes as a line, at most {most_bytes}; send a shorter one")
@@ -186,7 +187,7 @@ def _page(batches: BatchStore, tenant: str, limit: int, after_id: str | None, be
         field = "after_id" if after_id else "before_id"
         at = next((index for index, batch in enumerate(listed) if batch.order.id == name), None)
         if at is None:
-            raise invalid(field, f"{field} {shown(name)} is not in this list; leave it out")
+            raise invalid(field, f"{field} {quote(name)} is not in this list; leave it out")
         begin, end = (at + 1, at + 1 + limit) if after_id else (max(0, at - limit), at)
     chosen = [_body(batch) for batch in listed[begin:end]]
     return {

@@ -15,7 +15,7 @@ import orjson
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from services.gateway.errors import NO_THREADS, ApiError, invalid, shown
+from services.gateway.errors import NO_THREADS, ApiError, invalid
 from services.gateway.openai.bodies import (
     INT64,
     MAX_MESSAGES,
@@ -31,6 +31,7 @@ from services.gateway.openai.bodies import (
     parse_body,
 )
 from services.gateway.openai.chat import without_billing
+from shared.messages import quote
 
 CacheControl = dict[str, Any] | None
 MIN_BUDGET = 1024
@@ -240,7 +241,7 @@ OF_CHAT = (
 def chat_body(body: CountBody) -> ChatBody:
     """Return the same request to `/v1/chat/completions`. Raise ApiError(400) in the words of this endpoint."""
     if isinstance(body, MessagesBody) and body.thread is not None:
-        text = f"thread: this server holds no conversations; send all messages, and no thread; got {shown(body.thread)}"
+        text = f"thread: this server holds no conversations; send all messages, and no thread; got {quote(body.thread)}"
         raise invalid("thread", text, NO_THREADS)
     _check_thinking(body)
     messages, places = _messages(body)
@@ -422,7 +423,7 @@ def _tool_choice(choice: InputToolChoice) -> dict[str, Any]:
     if (choice.name is not None) != (choice.type == "tool"):
         text = (
             f"tool_choice.name belongs to type tool, and only to it; got type {choice.type}, "
-            f"name {shown(choice.name)}; "
+            f"name {quote(choice.name)}; "
             f"{'send name' if choice.type == 'tool' else 'leave name out, or send type tool'}"
         )
         raise invalid("tool_choice", text)

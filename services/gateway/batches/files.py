@@ -28,7 +28,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from services.gateway.errors import RETRY, ApiError, unavailable
-from shared.dead_letters import shown
+from shared.dead_letters import printable
 from shared.errors import ConfigurationError
 from shared.keys import hash_tag
 from shared.settings import GatewaySettings
@@ -221,7 +221,7 @@ class FileStore:
         self, folder: Path, part: Path, file_id: str, filename: str, purpose: str, kept_s: int | None
     ) -> StoredFile:
         now = int(time.time())
-        name = shown(filename, MAX_NAME_CHARS)
+        name = printable(filename, MAX_NAME_CHARS)
         retention_s = self._settings.file_retention_s
         expires_at = now + min(retention_s if kept_s is None else kept_s, retention_s)
         stored = StoredFile(file_id, part.stat().st_size, now, expires_at, name, purpose)

@@ -27,7 +27,6 @@ from services.gateway.errors import (
     ApiError,
     broken_record,
     failed,
-    shown,
     unavailable,
 )
 from services.gateway.metrics import Metrics
@@ -40,6 +39,7 @@ from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.reader import CallPiece, Reader
 from services.gateway.tracing import RequestSpan
 from shared.dead_letters import integer
+from shared.messages import quote
 from shared.text.logprobs import check_records, split_records
 from shared.wire.columns import unpack, unpack_list
 
@@ -82,7 +82,7 @@ class Position:
             example = f"{request_id}:{'.'.join(['0'] * choices)}"
             raise ApiError(
                 400,
-                f"Last-Event-ID must be the id of an event of this request, such as {example}; got {shown(given)}",
+                f"Last-Event-ID must be the id of an event of this request, such as {example}; got {quote(given)}",
                 param="Last-Event-ID",
                 code="invalid_event_id",
             )

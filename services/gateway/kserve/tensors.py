@@ -15,9 +15,10 @@ import orjson
 from google.protobuf.message import DecodeError
 
 from protos import kserve_pb2 as kserve
-from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.errors import ApiError, invalid
 from services.gateway.openai.bodies import parse_json
 from shared.keys import CLASSES
+from shared.messages import quote
 
 INPUTS = (("text_input", "BYTES", (-1,)), ("sampling_parameters", "BYTES", (1,)), ("stream", "BOOL", (1,)))
 OUTPUTS = (("text_output", "BYTES", (-1,)), ("finish_reason", "BYTES", (-1,)))
@@ -56,7 +57,7 @@ def read_request(data: bytes) -> kserve.ModelInferRequest:
 def fields_of(request: kserve.ModelInferRequest) -> dict[str, Any]:
     """Return the body of `/v1/completions` that a request stands for. Raise ApiError(400, 404)."""
     if request.model_version not in VERSIONS:
-        message = f"the model has version 1; got {shown(request.model_version)}"
+        message = f"the model has version 1; got {quote(request.model_version)}"
         raise ApiError(404, message, param="model_version", code="model_not_found")
     tensors = _tensors(request)
     if "text_input" not in tensors:
@@ -102,7 +103,7 @@ def check_outputs(request: kserve.ModelInferRequest) -> None:
     for output in request.outputs:
         if output.name not in known:
             raise invalid(
-                "outputs", f"unknown output {shown(output.name)}; the model has {', '.join(known)}", "invalid_value"
+                "outputs", f"unknown output {quote(output.name)}; the model has {', '.join(known)}", "invalid_value"
             )
 
 
@@ -117,9 +118,9 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
         name = tensor.name
         if name not in known or name in tensors:
             what = "is given twice" if name in tensors else f"is unknown; the model has {', '.join(known)}"
-            raise invalid("inputs", f"the input {shown(name)} {what}", "unknown_parameter")
+            raise invalid("inputs", f"the input {quote(name)} {what}", "unknown_parameter")
         if tensor.datatype != known[name]:
-            raise invalid(name, f"{name} must have the datatype {known[name]}; got {shown(tensor.datatype)}")
+            raise invalid(name, f"{name} must have the datatype {known[name]}; got {quote(tensor.datatype)}")
         elements: Sequence[bytes] | Sequence[bool]
         if known[name] == "BYTES":
             elements = _unpacked(raw[index], name) if raw else tensor.contents.bytes_contents
@@ -159,7 +160,7 @@ def _json_object(elements: list[Any]) -> dict[str, Any]:
     name = "sampling_parameters"
     value = parse_json(_only(elements, name), name, name)
     if not isinstance(value, dict):
-        raise invalid("sampling_parameters", f"sampling_parameters must be a JSON object; got {shown(value)}")
+        raise invalid("sampling_parameters", f"sampling_parameters must be a JSON object; got {quote(value)}")
     return value
 
 

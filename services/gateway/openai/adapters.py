@@ -8,11 +8,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from services.gateway.auth import require_admin
-from services.gateway.errors import invalid, shown
+from services.gateway.errors import invalid
 from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
 from services.gateway.openai.bodies import LoadAdapterBody, UnloadAdapterBody, read_body, served_model
 from services.gateway.openai.document import body_of, errors
+from shared.messages import quote
 
 B = TypeVar("B", LoadAdapterBody, UnloadAdapterBody)
 
@@ -40,13 +41,13 @@ def router(gateway: Gateway) -> APIRouter:
         """Load a LoRA adapter from below --adapter-dir and give it a name for `model`."""
         model, body = await called(request, LoadAdapterBody)
         if gateway.models.has(body.lora_name):
-            text = f"lora_name: {shown(body.lora_name)} is the name or an alias of a model; choose another name"
+            text = f"lora_name: {quote(body.lora_name)} is the name or an alias of a model; choose another name"
             raise invalid("lora_name", text)
         other = gateway.models.with_adapter(body.lora_name)
         bases = [other.name] if other is not None and other is not model else []
         closed = await gateway.models.closed_with(body.lora_name)
         if bases := bases or [entry.name for entry, record in closed if not record.unloaded_s]:
-            text = f"lora_name: {shown(body.lora_name)} is an adapter of {bases[0]!r}; choose another name"
+            text = f"lora_name: {quote(body.lora_name)} is an adapter of {bases[0]!r}; choose another name"
             raise invalid("lora_name", text)
         if model.text.is_encoder:
             raise invalid("lora_name", "lora_name: the served model is an encoder, which takes no adapters")

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.admission import Hold
 from services.gateway.auth import Caller
 from services.gateway.delivery.stream import NOTHING, PREAMBLE, Delta, Generation, Position, Row, Usage
-from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.errors import ApiError, invalid
 from services.gateway.models import ServedModel
 from services.gateway.openai.bodies import choose_adapter
 from services.gateway.openai.document import errors
@@ -32,6 +32,7 @@ from services.gateway.request import GenerationSpec
 from services.gateway.text.logprobs import Logprobs, PromptLogprobs
 from services.gateway.text.tools.reader import CallPiece, merged
 from shared import ids
+from shared.messages import quote
 from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
@@ -60,7 +61,7 @@ def listed(items: list[dict[str, Any]], limit: int, after: str, newest_first: bo
     if after:
         begin = next((index + 1 for index, item in enumerate(ordered) if item.get("id") == after), 0)
         if not begin:
-            raise invalid("after", f"after {shown(after)} is not in this list; leave it out", "invalid_value")
+            raise invalid("after", f"after {quote(after)} is not in this list; leave it out", "invalid_value")
     chosen = ordered[begin : begin + limit]
     return {
         "object": "list",
@@ -99,7 +100,7 @@ async def take_headers(model: ServedModel, request: Request, spec: GenerationSpe
         return
     if not _IDEMPOTENCY_KEY.fullmatch(key):
         raise invalid(
-            "Idempotency-Key", f"Idempotency-Key must be 1 to 255 printable ASCII characters; got {shown(key)}"
+            "Idempotency-Key", f"Idempotency-Key must be 1 to 255 printable ASCII characters; got {quote(key)}"
         )
     kind = ids.kind_of(spec.id)
     spec.id = ids.named_request_id(kind, request.state.tenant, request.state.caller.salt, key, model.id_part)

@@ -30,12 +30,13 @@ from starlette.requests import ClientDisconnect, Request
 
 from protos import queue_pb2
 from services.gateway.auth import Caller
-from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.errors import ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
 from services.gateway.request import ARRIVAL, Arrival, GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
+from shared.messages import quote
 from shared.text import bounded_json
 from shared.text.logprobs import MOST as MOST_LOGPROBS
 from shared.text.logprobs import prompt_record_bytes, record_bytes
@@ -544,7 +545,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body. Raise ApiError(400)."""
     value = parse_json(body)
     if not isinstance(value, dict):
-        raise invalid(None, f"the body must be a JSON object, not {shown(value)}")
+        raise invalid(None, f"the body must be a JSON object, not {quote(value)}")
     return value
 
 
@@ -558,7 +559,7 @@ def checked(value: dict[str, Any], kind: type[T]) -> T:
         sent = getattr(parsed, name, None)
         if sent is None or any(type(sent) is type(value) and sent == value for value in UNSUPPORTED[name]):
             continue
-        raise invalid(name, f"{name} is not supported yet; leave it out; got {shown(sent)}", "unsupported_parameter")
+        raise invalid(name, f"{name} is not supported yet; leave it out; got {quote(sent)}", "unsupported_parameter")
     return parsed
 
 
@@ -631,8 +632,8 @@ def _refusal(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return invalid(place, f"you must provide the parameter {place}", "missing_required_parameter")
     if first["type"] == "drafter":
-        return invalid(param, f"{place}: {shown(first['input'])} {first['msg']}", "invalid_value")
-    return invalid(param, f"Invalid value for '{place}': {first['msg']}; got {shown(first['input'])}", "invalid_value")
+        return invalid(param, f"{place}: {quote(first['input'])} {first['msg']}", "invalid_value")
+    return invalid(param, f"Invalid value for '{place}': {first['msg']}; got {quote(first['input'])}", "invalid_value")
 
 
 MOST_RECORD_BYTES = 64 << 20
@@ -731,7 +732,7 @@ async def served_model(gateway: Gateway, name: str | None, caller: Caller, latel
         if wanted_name and wanted_name not in caller.models:
             allowed = ", ".join(sorted(caller.models))
             raise ApiError(
-                403, f"model: this key is for {allowed}; got {shown(name or wanted_name)}", param="model",
+                403, f"model: this key is for {allowed}; got {quote(name or wanted_name)}", param="model",
                 code="model_not_allowed",
             )  # fmt: skip
     if model is None:
@@ -749,7 +750,7 @@ def choose_adapter(model: ServedModel, spec: GenerationSpec) -> ApiError | None:
     if spec.model == model.name or spec.model in model.aliases:
         return None
     if (digest := model.adapters.digest(spec.model)) is None:
-        text = f"The model {shown(spec.model)} does not exist; this server has {model.name!r}"
+        text = f"The model {quote(spec.model)} does not exist; this server has {model.name!r}"
         return ApiError(404, text, param="model", code="model_not_found")
     spec.adapter = digest
     return None
@@ -891,7 +892,7 @@ def _sampling(body: GenerationBody, model: ModelText, logprobs: int) -> queue_pb
     for name, value in (body.logit_bias or {}).items():
         if not re.fullmatch(r"[0-9]{1,10}", name) or int(name) >= model.vocab_size:
             raise invalid(
-                "logit_bias", f"logit_bias keys must be token ids from 0 to {model.vocab_size - 1}; got {shown(name)}"
+                "logit_bias", f"logit_bias keys must be token ids from 0 to {model.vocab_size - 1}; got {quote(name)}"
             )
         bias[int(name)] = value
     return queue_pb2.Sampling(

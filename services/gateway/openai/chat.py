@@ -11,7 +11,7 @@ import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.gateway.errors import ApiError, invalid, shown, untokenizable
+from services.gateway.errors import ApiError, invalid, untokenizable
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import ACCEPTED, GENERATION_ERRORS, serve
 from services.gateway.openai.bodies import (
@@ -33,6 +33,7 @@ from services.gateway.request import CHANNELS, FRAMED, GenerationSpec, Limits
 from services.gateway.text.chat_template import RESERVED
 from services.gateway.text.reasoning import MARKERS, SWITCHES, state_behind, state_within
 from services.gateway.text.tokenizer import ModelText
+from shared.messages import quote
 from shared.text import bounded_json
 from shared.text.tokenizer import TokenizerError
 
@@ -238,7 +239,7 @@ def _called(name: str, function: Any) -> dict[str, Any]:
     field = f"{name}.function.arguments"
     arguments = parse_json((function.arguments or "{}").encode(), field, field)
     if not isinstance(arguments, dict):
-        raise invalid(field, f"{field} must be the text of a JSON object; got {shown(function.arguments)}")
+        raise invalid(field, f"{field} must be the text of a JSON object; got {quote(function.arguments)}")
     return {"name": function.name, "arguments": arguments}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.gateway.errors import invalid, shown, untokenizable
+from services.gateway.errors import invalid, untokenizable
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import ACCEPTED, GENERATION_ERRORS, serve
 from services.gateway.openai.bodies import (
@@ -27,6 +27,7 @@ from services.gateway.openai.document import PlainRoute, body_of, event_stream
 from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output
 from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
+from shared.messages import quote
 from shared.text.tokenizer import TokenizerError
 
 THREAD_TOKENS = 8 * 1024
@@ -130,7 +131,7 @@ async def read_prompts(
         texts = prompt
     else:
         if not isinstance(prompt, list) or not prompt:
-            raise invalid(field, f"{field} must be text, texts, token ids or lists of token ids; got {shown(prompt)}")
+            raise invalid(field, f"{field} must be text, texts, token ids or lists of token ids; got {quote(prompt)}")
         lists = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
         if sum(map(len, lists)) > THREAD_TOKENS:
             return await model.threads.run(_token_prompts, lists, prompt, field, model), []
@@ -140,7 +141,7 @@ async def read_prompts(
     for index, tokens in enumerate(encoded):
         if not tokens:
             name = field if len(texts) == 1 else f"{field}[{index}]"
-            raise invalid(field, f"{name} is empty: it has no token; got {shown(texts[index])}")
+            raise invalid(field, f"{name} is empty: it has no token; got {quote(texts[index])}")
     return encoded, texts
 
 
@@ -156,6 +157,6 @@ def _token_prompts(lists: list[list[int]], prompt: Any, field: str, model: Model
             if type(token) is not int or not 0 <= token < model.vocab_size:
                 raise invalid(
                     field,
-                    f"{name}[{at}] must be a token id from 0 to {model.vocab_size - 1}; got {shown(token)}",
+                    f"{name}[{at}] must be a token id from 0 to {model.vocab_size - 1}; got {quote(token)}",
                 )
     return lists

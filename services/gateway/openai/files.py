@@ -14,11 +14,12 @@ from starlette.responses import Response, StreamingResponse
 
 from services.gateway.auth import Caller
 from services.gateway.batches.files import FileStore, StoredFile, Upload
-from services.gateway.errors import RETRY, ApiError, invalid, shown, unavailable
+from services.gateway.errors import RETRY, ApiError, invalid, unavailable
 from services.gateway.gateway import Gateway
 from services.gateway.http.multipart import MultipartReader, Part, boundary_of
 from services.gateway.openai.answers import json_response, listed
 from services.gateway.openai.document import FOUND, errors
+from shared.messages import quote
 
 PATH = "/v1/files"
 PURPOSE = "batch"
@@ -202,14 +203,14 @@ def _check(form: _Form) -> int | None:
     if purpose is None:
         raise invalid("purpose", "you must provide the parameter purpose", "missing_required_parameter")
     if purpose != PURPOSE:
-        raise invalid("purpose", f"purpose must be {PURPOSE!r}, the only one here; got {shown(purpose)}")
+        raise invalid("purpose", f"purpose must be {PURPOSE!r}, the only one here; got {quote(purpose)}")
     anchor, seconds = form.text("expires_after[anchor]"), form.text("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise invalid("expires_after", f"expires_after.anchor must be 'created_at'; got {shown(anchor)}")
+        raise invalid("expires_after", f"expires_after.anchor must be 'created_at'; got {quote(anchor)}")
     if not (re.fullmatch(r"[0-9]{1,7}", seconds or "") and LEAST_KEPT_S <= int(seconds or "") <= MOST_KEPT_S):
-        text = f"expires_after.seconds must be {LEAST_KEPT_S} to {MOST_KEPT_S}; got {shown(seconds)}"
+        text = f"expires_after.seconds must be {LEAST_KEPT_S} to {MOST_KEPT_S}; got {quote(seconds)}"
         raise invalid("expires_after", text)
     return int(seconds or "")
 

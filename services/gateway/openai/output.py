@@ -12,7 +12,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from services.gateway.errors import invalid, shown, untokenizable
+from services.gateway.errors import invalid, untokenizable
 from services.gateway.openai.bodies import (
     AllowedChoice,
     ChatBody,
@@ -29,6 +29,7 @@ from services.gateway.text.grammar import choice_grammar, json_grammar, lark_tex
 from services.gateway.text.reasoning import budget_grammar, channel_budget_grammar
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import calls_grammar, has_texts, marks_of, texts_of
+from shared.messages import quote
 from shared.text.tokenizer import TokenizerError
 from shared.wire.columns import MAX_PREDICTION, pack
 
@@ -59,7 +60,7 @@ def plan_tools(body: ChatBody, model: ModelText) -> ToolPlan:
         return ToolPlan()
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        raise invalid("tools", f"duplicate name in tools; got {shown(names)}")
+        raise invalid("tools", f"duplicate name in tools; got {quote(names)}")
     if model.tool_format == "none":
         raise invalid(
             "tools",
@@ -176,7 +177,7 @@ def _callable(tools: Sequence[Tool], choice: ToolChoice) -> tuple[list[Tool], bo
     by_name = {tool.function.name: tool for tool in tools}
     for name in (one.function.name for one in chosen):
         if name not in by_name:
-            raise invalid("tool_choice", f"tool_choice names a function that is not in tools; got {shown(name)}")
+            raise invalid("tool_choice", f"tool_choice names a function that is not in tools; got {quote(name)}")
     names = {one.function.name for one in chosen}
     allowed = [tool for name, tool in by_name.items() if name in names]
     return allowed, not isinstance(choice, AllowedChoice) or choice.allowed_tools.mode == "required"

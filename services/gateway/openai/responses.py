@@ -26,7 +26,7 @@ from starlette.responses import Response
 from services.gateway.admission import MANY_REREADS, Hold, unknown_request
 from services.gateway.delivery.response_store import StoredResponse, StoreOutcome
 from services.gateway.delivery.stream import Delta, Generation, Usage
-from services.gateway.errors import ApiError, failed, invalid, shown
+from services.gateway.errors import ApiError, failed, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
 from services.gateway.openai.answers import (
@@ -64,6 +64,7 @@ from services.gateway.openai.requests import result, status
 from services.gateway.request import GenerationSpec, SamplingDefaults
 from services.gateway.text.tools.reader import CallPiece
 from shared import ids
+from shared.messages import quote
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -181,7 +182,7 @@ def chat_body(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> C
     for name, neutral in REFUSED.items():
         sent = getattr(body, name, None)
         if sent is not None and not any(type(sent) is type(value) and sent == value for value in neutral):
-            raise invalid(name, f"{name} is not supported; got {shown(sent)}", "unsupported_parameter")
+            raise invalid(name, f"{name} is not supported; got {quote(sent)}", "unsupported_parameter")
     fields = {name: value for name in OF_CHAT if (value := getattr(body, name, None)) is not None}
     fields["messages"] = messages(body, before)
     if isinstance(body, ResponsesBody) and body.max_output_tokens is not None:
@@ -223,7 +224,7 @@ def items_of(body: InputTokensBody) -> list[Any]:
     if isinstance(body.input, str):
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
     if not isinstance(body.input, list) or not body.input:
-        raise invalid("input", f"input must be text or a list of items; got {shown(body.input)}", "invalid_value")
+        raise invalid("input", f"input must be text or a list of items; got {quote(body.input)}", "invalid_value")
     return body.input
 
 
@@ -239,10 +240,10 @@ def messages(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> li
     )
     for where, item in placed:
         if not isinstance(item, dict):
-            raise invalid("input", f"{where} must be an object; got {shown(item)}", "invalid_value")
+            raise invalid("input", f"{where} must be an object; got {quote(item)}", "invalid_value")
         kind = item.get("type") or "message"
         if kind not in ITEMS:
-            text = f"{where}.type {shown(kind)} is not supported; supported are {', '.join(ITEMS)}"
+            text = f"{where}.type {quote(kind)} is not supported; supported are {', '.join(ITEMS)}"
             raise invalid("input", text, "unsupported_parameter")
         message = ITEMS[kind](item, where)
         if kind == "reasoning" and not message["reasoning_content"]:
@@ -267,7 +268,7 @@ def messages(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> li
 def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
     _check_names(item, ("type", "role", "content", "id", "status", "phase"), where)
     if item.get("role") not in ROLES:
-        raise invalid("input", f"{where}.role must be one of {', '.join(ROLES)}; got {shown(item.get('role'))}")
+        raise invalid("input", f"{where}.role must be one of {', '.join(ROLES)}; got {quote(item.get('role'))}")
     return {"role": item["role"], "content": _content(item.get("content"), f"{where}.content")}
 
 
@@ -305,12 +306,12 @@ def _content(content: Any, where: str, kinds: tuple[str, ...] = PARTS) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise invalid("input", f"{where} must be text or a list of parts; got {shown(content)}", "invalid_value")
+        raise invalid("input", f"{where} must be text or a list of parts; got {quote(content)}", "invalid_value")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds:
-            text = f"{where}[{index}].type must be one of {', '.join(kinds)}; got {shown(kind)}"
+            text = f"{where}[{index}].type must be one of {', '.join(kinds)}; got {quote(kind)}"
             raise invalid("input", text, "unsupported_parameter")
         _check_names(part, ("type", "text", "annotations", "logprobs"), f"{where}[{index}]")
         texts.append(_string(part, "text", f"{where}[{index}]"))
@@ -330,7 +331,7 @@ def _text_options(text: TextOptions) -> dict[str, Any]:
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") != "function":
-        text = f"{where}.type must be 'function'; got {shown(tool.get('type'))}"
+        text = f"{where}.type must be 'function'; got {quote(tool.get('type'))}"
         raise invalid("tools", text, "unsupported_parameter")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
@@ -349,7 +350,7 @@ def _tool_choice(choice: str | dict[str, Any]) -> Any:
 def _string(item: dict[str, Any], name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise invalid("input", f"{where}.{name} must be text; got {shown(value)}", "invalid_value")
+        raise invalid("input", f"{where}.{name} must be text; got {quote(value)}", "invalid_value")
     return value
 
 
@@ -674,13 +675,13 @@ def router(gateway: Gateway) -> APIRouter:
         if stored is None or not stored.response["store"]:
             raise invalid(
                 "previous_response_id",
-                f"previous_response_id {shown(name)} is not stored: it is unknown, has store false, was deleted, or is "
+                f"previous_response_id {quote(name)} is not stored: it is unknown, has store false, was deleted, or is "
                 f"older than {model.settings.response_retention_s} s; send the conversation as input",
                 "previous_response_not_found",
             )
         if stored.response["status"] not in ("completed", "incomplete"):
             status = stored.response["status"]
-            text = f"previous_response_id {shown(name)} has no answer: its status is {status}; wait for its end"
+            text = f"previous_response_id {quote(name)} has no answer: its status is {status}; wait for its end"
             raise invalid("previous_response_id", text, "invalid_value")
         return stored.items
 

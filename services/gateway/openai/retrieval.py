@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from protos import queue_pb2
-from services.gateway.errors import ApiError, invalid, shown, untokenizable
+from services.gateway.errors import ApiError, invalid, untokenizable
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import ACCEPTED, GENERATION_ERRORS, serve
 from services.gateway.openai.bodies import (
@@ -33,6 +33,7 @@ from services.gateway.request import SCORE, VECTOR, GenerationSpec, Limits
 from services.gateway.text.pairs import Pair, Pairs
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
+from shared.messages import quote
 from shared.text.tokenizer import TokenizerError
 from shared.wire.columns import pack
 
@@ -137,7 +138,7 @@ def _cut(model: ModelText, text: str, name: str, most: int, side: str | None) ->
     """Return at most `most` tokens of a text, with the tokenizer's own around it. side: that is cut. Raise ApiError."""
     ids = model.encode(text)
     if not ids:
-        raise invalid("texts", f"{name} is empty: it has no token; got {shown(text)}")
+        raise invalid("texts", f"{name} is empty: it has no token; got {quote(text)}")
     if len(ids) <= most:
         return ids
     plain = model.encode(text, add_special_tokens=False)

@@ -22,8 +22,9 @@ from typing import Any
 import orjson
 from llguidance import LLMatcher
 
-from services.gateway.errors import ApiError, invalid, shown, unavailable
+from services.gateway.errors import ApiError, invalid, unavailable
 from shared.errors import OrcinusError
+from shared.messages import quote
 from shared.text import bounded_json
 from shared.text.grammar_process import GrammarProcess
 from shared.text.grammars import MOST_GRAMMAR_BYTES, TOO_LONG, GrammarEndedError, GrammarError, NoGrammarsError
@@ -146,9 +147,9 @@ def json_grammar(field: str, schema: Any, lenient: bool = False) -> str:
         try:
             schema = bounded_json.parse(schema.encode(), field)
         except bounded_json.JsonError as error:
-            raise invalid(field, f"{error}; got {shown(schema)}", error.code) from error
+            raise invalid(field, f"{error}; got {quote(schema)}", error.code) from error
     if not isinstance(schema, dict):
-        raise invalid(field, f"{field} must be a JSON schema, an object; got {shown(schema)}")
+        raise invalid(field, f"{field} must be a JSON schema, an object; got {quote(schema)}")
     if len(orjson.dumps(schema)) > MOST_GRAMMAR_BYTES - 1024:
         raise invalid(field, f"{field} has more than {MOST_GRAMMAR_BYTES - 1024} bytes; send a smaller schema")
     return LLMatcher.grammar_from_json_schema({**schema, "x-guidance": {**OPTIONS, "lenient": lenient}})

@@ -15,11 +15,11 @@ from services.scheduler.core.types import CLASS_NAMES
 from services.simulator.engine import check_name
 from services.simulator.workload.arrivals import MOST_RATE, SLOWEST, Lengths
 from services.simulator.workload.traffic import MOST_TOKENS
+from shared.messages import shorten
 
 MIN_MS, MAX_MS = 0.001, 1e9  # of a limit
 MAX_SHARE = 1e6
 MOST_TENANTS = 1_000
-SHOWN = 40  # characters of a value in a message
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
@@ -29,12 +29,12 @@ def integer(low: int, high: int) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{shown(text)!r} is not an integer; give {low:,} to {high:,}") from None
+            raise argparse.ArgumentTypeError(f"{shorten(text)!r} is not an integer; give {low:,} to {high:,}") from None
         if value < low:
             what = "must not be negative" if low == 0 else f"must be at least {low:,}"
-            raise argparse.ArgumentTypeError(f"{shown(text)} {what}; give {low:,} to {high:,}")
+            raise argparse.ArgumentTypeError(f"{shorten(text)} {what}; give {low:,} to {high:,}")
         if value > high:
-            raise argparse.ArgumentTypeError(f"{shown(text)} is too large; give {low:,} to {high:,}")
+            raise argparse.ArgumentTypeError(f"{shorten(text)} is too large; give {low:,} to {high:,}")
         return value
 
     return convert
@@ -47,20 +47,15 @@ def real(low: float, high: float) -> Callable[[str], float]:
         try:
             value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{shown(text)!r} is not a number from {low:g} to {high:g}") from None
+            raise argparse.ArgumentTypeError(f"{shorten(text)!r} is not a number from {low:g} to {high:g}") from None
         if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not a finite number; give {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(f"{shorten(text)} is not a finite number; give {low:g} to {high:g}")
         if not low <= value <= high:
             what = "must be above 0" if value <= 0 < low else f"is too {'small' if value < low else 'large'}"
-            raise argparse.ArgumentTypeError(f"{shown(text)} {what}; give {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(f"{shorten(text)} {what}; give {low:g} to {high:g}")
         return value
 
     return convert
-
-
-def shown(text: str) -> str:
-    """Return a value for a message, cut if it is long."""
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def policies(text: str) -> list[str]:
@@ -84,7 +79,7 @@ def policies(text: str) -> list[str]:
 def scales(text: str) -> list[float]:
     values = [real(SLOWEST, MOST_RATE)(part) for part in text.split(",")]
     if len(set(values)) < len(values):
-        raise argparse.ArgumentTypeError(f"{shown(text)} gives a scale twice; drop one")
+        raise argparse.ArgumentTypeError(f"{shorten(text)} gives a scale twice; drop one")
     return values
 
 
@@ -105,7 +100,7 @@ def classes(text: str) -> dict[str, float]:
     shares = _by_name(text, real(0, MAX_SHARE))
     if not sum(shares.values()) >= 1 / MAX_SHARE:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)}: the shares are 0 together; they must add up to {1 / MAX_SHARE:g} or more"
+            f"{shorten(text)}: the shares are 0 together; they must add up to {1 / MAX_SHARE:g} or more"
         )
     return shares
 
@@ -115,12 +110,12 @@ def tenants(text: str) -> tuple[float, ...]:
     parts = text.split(",")
     if not 2 <= len(parts) <= MOST_TENANTS:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} has {len(parts)} of 2 to {MOST_TENANTS} tenants; give a share for each, such as 7,1,1,1"
+            f"{shorten(text)} has {len(parts)} of 2 to {MOST_TENANTS} tenants; give a share for each, such as 7,1,1,1"
         )
     shares = tuple(real(0, MAX_SHARE)(part) for part in parts)
     if not sum(shares) >= 1 / MAX_SHARE:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)}: the shares are 0 together; they must add up to {1 / MAX_SHARE:g} or more"
+            f"{shorten(text)}: the shares are 0 together; they must add up to {1 / MAX_SHARE:g} or more"
         )
     return shares
 
@@ -136,10 +131,10 @@ def _by_name(text: str, convert: Callable[[str], float]) -> dict[str, float]:
     for part in text.split(","):
         name, _, value = part.partition(":")
         if name not in CLASS_NAMES:
-            raise argparse.ArgumentTypeError(f"no class {shown(name)!r}; give one of {', '.join(CLASS_NAMES)}")
+            raise argparse.ArgumentTypeError(f"no class {shorten(name)!r}; give one of {', '.join(CLASS_NAMES)}")
         if not value:
-            raise argparse.ArgumentTypeError(f"{shown(part)!r} has no value; give {name}:NUMBER")
+            raise argparse.ArgumentTypeError(f"{shorten(part)!r} has no value; give {name}:NUMBER")
         if name in values:
-            raise argparse.ArgumentTypeError(f"{shown(text)} gives {name} twice; drop one")
+            raise argparse.ArgumentTypeError(f"{shorten(text)} gives {name} twice; drop one")
         values[name] = convert(value)
     return values

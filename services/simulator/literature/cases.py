@@ -18,6 +18,7 @@ from typing import Any
 
 from services.simulator.literature.article import BLOCK_SIZE, CORRECTED, EXACT, Arrival, Article, Program, Settings
 from services.simulator.literature.core import Core
+from shared.messages import quote
 
 NUDGE_MS = 1e-6  # the clock moves by this with each request that is added, so that no two arrive at once
 MOST = 1_000_000_000  # of a count
@@ -127,7 +128,7 @@ def read_cases(path: Path) -> list[Case]:
     except (ValueError, RecursionError) as error:
         raise BadCase(f"{path}: not JSON ({error}); give an array of cases") from None
     if not isinstance(given, list):
-        raise BadCase(f"{path}: {_shown(given)} is not an array; give an array of cases")
+        raise BadCase(f"{path}: {quote(given)} is not an array; give an array of cases")
     if not given:
         raise BadCase(f"{path}: no case; give at least one")
     return [_case(number, one) for number, one in enumerate(given)]
@@ -159,16 +160,16 @@ def _label(number: int, given: Any) -> str:
 def _case(number: int, given: Any) -> Case:
     label = _label(number, given)
     if not isinstance(given, dict):
-        raise BadCase(f"{label}: {_shown(given)} is not an object; give {', '.join(sorted(FIELDS))}")
+        raise BadCase(f"{label}: {quote(given)} is not an object; give {', '.join(sorted(FIELDS))}")
     if unknown := sorted(set(given) - FIELDS):
         raise BadCase(f"{label}: unknown field {unknown[0]!r}; drop it: a case has {', '.join(sorted(FIELDS))}")
     if missing := sorted({"name", "requests"} - set(given)):
         raise BadCase(f"{label}: {missing[0]}: missing; add it")
     if not isinstance(given["name"], str) or not given["name"]:
-        raise BadCase(f"{label}: name: {_shown(given['name'])} is no name; give a text of one character or more")
+        raise BadCase(f"{label}: name: {quote(given['name'])} is no name; give a text of one character or more")
     requests = given["requests"]
     if not isinstance(requests, list):
-        raise BadCase(f"{label}: requests: {_shown(requests)} is not an array; give an array of requests")
+        raise BadCase(f"{label}: requests: {quote(requests)} is not an array; give an array of requests")
     if not requests:
         raise BadCase(f"{label}: requests: empty; give at least one request")
     arrivals = [_arrival(f"{label}: requests[{i}]", one) for i, one in enumerate(requests)]
@@ -179,7 +180,7 @@ def _case(number: int, given: Any) -> Case:
 def _arrival(label: str, given: Any) -> Arrival:
     names = Arrival._fields
     if not isinstance(given, list) or len(given) != len(names):
-        raise BadCase(f"{label}: {_shown(given)} is no request; give [{', '.join(names)}]")
+        raise BadCase(f"{label}: {quote(given)} is no request; give [{', '.join(names)}]")
     at, prompt, new, priority, ttft, tbt = given
     return Arrival(
         _number(f"{label}: arrival_ms", at),
@@ -194,7 +195,7 @@ def _arrival(label: str, given: Any) -> Arrival:
 def _settings(label: str, given: Any) -> Settings:
     kinds = {each.name: each.type for each in dataclasses.fields(Settings)}
     if not isinstance(given, dict):
-        raise BadCase(f"{label}: settings: {_shown(given)} is not an object; give any of {', '.join(kinds)}")
+        raise BadCase(f"{label}: settings: {quote(given)} is not an object; give any of {', '.join(kinds)}")
     values: dict[str, Any] = {}
     for name, value in given.items():
         where = f"{label}: settings: {name}"
@@ -202,7 +203,7 @@ def _settings(label: str, given: Any) -> Settings:
             raise BadCase(f"{label}: settings: unknown field {name!r}; drop it: there are {', '.join(kinds)}")
         if kinds[name] == "bool":
             if not isinstance(value, bool):
-                raise BadCase(f"{where}: {_shown(value)} is neither true nor false; give one of them")
+                raise BadCase(f"{where}: {quote(value)} is neither true nor false; give one of them")
             values[name] = value
         else:
             most = MOST_STEPS if name == "steps" else MOST
@@ -212,11 +213,11 @@ def _settings(label: str, given: Any) -> Settings:
 
 def _steps(label: str, given: Any) -> list[Row]:
     if not isinstance(given, list):
-        raise BadCase(f"{label}: steps: {_shown(given)} is not an array; give an array of steps")
+        raise BadCase(f"{label}: steps: {quote(given)} is not an array; give an array of steps")
     rows: list[Row] = []
     for i, row in enumerate(given):
         if not isinstance(row, list) or len(row) != len(ROW) or not all(type(cell) is int for cell in row):
-            raise BadCase(f"{label}: steps[{i}]: {_shown(row)} is no step; give the integers [{', '.join(ROW)}]")
+            raise BadCase(f"{label}: steps[{i}]: {quote(row)} is no step; give the integers [{', '.join(ROW)}]")
         for name, cell in zip(ROW, row, strict=True):
             if cell < 0 and name != "prefill":  # prompts without tokens decode at once and count against prefill
                 raise BadCase(f"{label}: steps[{i}]: {name}: {cell} is negative; give 0 or more")
@@ -226,27 +227,21 @@ def _steps(label: str, given: Any) -> list[Row]:
 
 def _count(label: str, value: Any, most: int = MOST) -> int:
     if type(value) is not int:
-        raise BadCase(f"{label}: {_shown(value)} is not an integer; give 0 to {most:,}")
+        raise BadCase(f"{label}: {quote(value)} is not an integer; give 0 to {most:,}")
     if value < 0:
-        raise BadCase(f"{label}: {_shown(value)} is negative; give 0 to {most:,}")
+        raise BadCase(f"{label}: {quote(value)} is negative; give 0 to {most:,}")
     if value > most:
-        raise BadCase(f"{label}: {_shown(value)} is too large; give 0 to {most:,}")
+        raise BadCase(f"{label}: {quote(value)} is too large; give 0 to {most:,}")
     return value
 
 
 def _number(label: str, value: Any) -> float:
     if type(value) is not int and type(value) is not float:
-        raise BadCase(f"{label}: {_shown(value)} is not a number; give 0 or more")
+        raise BadCase(f"{label}: {quote(value)} is not a number; give 0 or more")
     if isinstance(value, float) and not math.isfinite(value):
         raise BadCase(f"{label}: {value} is not a finite number; give 0 or more")
     if value < 0:
-        raise BadCase(f"{label}: {_shown(value)} is negative; give 0 or more")
+        raise BadCase(f"{label}: {quote(value)} is negative; give 0 or more")
     if value > 1e15:
-        raise BadCase(f"{label}: {_shown(value)} is too large; give 0 to 1e15")
+        raise BadCase(f"{label}: {quote(value)} is too large; give 0 to 1e15")
     return float(value)
-
-
-def _shown(value: Any) -> str:
-    """Return a value for a message, cut if it is long."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."

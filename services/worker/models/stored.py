@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import ModelError
+from shared.messages import shorten
 from shared.models.fields import LARGEST, Fields
 from shared.models.gguf.reader import GgufFile
 
@@ -233,4 +234,4 @@ def _demand(read: Fields, key: str, allowed: tuple[Any, ...], default: Any = Non
 def _short(value: Any) -> str:
     text = json.dumps(value, default=str)  # printable, whatever a file holds
     text = text[1:-1] if isinstance(value, str) else text
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shorten(text)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from shared.errors import ModelError
+from shared.messages import shorten
 from shared.models.gguf.parts import MOST_PARTS, part_names, part_number
 
 VERSIONS = (2, 3)
@@ -460,4 +461,4 @@ def _strings(data: bytes, count: int) -> Iterator[bytes]:
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shorten(text)

@@ -18,7 +18,7 @@ from services.cli import app
 from services.cli.app import EVERYTHING, SERVICES, run_tool
 from services.cli.options import build
 from services.launcher.rundir import RunDir
-from shared.command_line.options import effective, env_name, fields_of, flag, shown, source
+from shared.command_line.options import effective, env_name, fields_of, flag, hide_secrets, source
 from shared.errors import ConfigurationError
 from shared.messages import hide_password
 from shared.settings import ChatSettings, GatewaySettings, WorkerSettings
@@ -199,7 +199,7 @@ def test_config_shows_the_stack_that_runs_unless_a_new_start_is_asked_for(tmp_pa
     ],
 )
 def test_url_is_shown_without_its_password(url: str, safe: str) -> None:
-    assert hide_password(url) == shown(url) == safe
+    assert hide_password(url) == hide_secrets(url) == safe
 
 
 def test_version_is_that_of_the_project(orcinus: Orcinus) -> None:

@@ -13,9 +13,10 @@ from urllib.parse import unquote
 
 import orjson
 
-from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.errors import ApiError, invalid
 from services.gateway.request import ToolUse
 from services.gateway.text.grammar import OPTIONS, lark_text
+from shared.messages import quote
 from shared.text.grammars import MOST_GRAMMAR_BYTES
 
 PYTHON_TAG = "<|python_tag|>"
@@ -256,7 +257,7 @@ def _keyword_lines(at: int, function: Function, schema: dict[str, Any]) -> Itera
     number = 0
     for number, (name, value, is_required) in enumerate(_parameters(function, schema), 1):
         if not name.isidentifier():
-            raise invalid("tools", f"parameters of {function.name} must be names of Python; got {shown(name)}")
+            raise invalid("tools", f"parameters of {function.name} must be names of Python; got {quote(name)}")
         given, then = f"{lark_text(name + '=')} value_{at}_{number}", f"more_{at}_{number}"
         other = "" if is_required else f" | first_{at}_{number}"
         yield f"first_{at}_{number - 1}: {given} {then}{other}"
@@ -334,7 +335,7 @@ _PATH = re.compile(r"#/(\$defs|definitions)/([^/]*)")
 
 
 def _wrong(function: Function, field: str, got: Any, wanted: str) -> ApiError:
-    return invalid("tools", f"parameters of {function.name}: {field} must be {wanted}; got {shown(got)}")
+    return invalid("tools", f"parameters of {function.name}: {field} must be {wanted}; got {quote(got)}")
 
 
 def _arguments(function: Function) -> dict[str, Any]:
@@ -343,5 +344,5 @@ def _arguments(function: Function) -> dict[str, Any]:
     if schema is None:
         schema = {"properties": {}, "additionalProperties": False}
     if schema.get("type", "object") != "object":
-        raise invalid("tools", f"parameters of {function.name} must be of type object; got {shown(schema['type'])}")
+        raise invalid("tools", f"parameters of {function.name} must be of type object; got {quote(schema['type'])}")
     return {**schema, "type": "object", "x-guidance": {**OPTIONS, "lenient": not function.strict}}
