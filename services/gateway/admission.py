@@ -249,7 +249,7 @@ def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> A
     return ApiError(
         429,
         f"overloaded: the first token is predicted in {forecast.ttft_ms:.0f} ms, the limit of class {spec.priority} is "
-        f"{limit_ms:.0f} ms ({forecast.why}); {RETRY}, or set ttft_slo_ms",
+        f"{limit_ms:.0f} ms ({forecast.reason}); {RETRY}, or set ttft_slo_ms",
         code="overloaded",
         retry_after_s=rest_s(forecast.ttft_ms, limit_ms),
     )
@@ -276,7 +276,7 @@ def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str, more_ms
     raise ApiError(
         429,
         f"{name}: the first token is predicted in {ttft_ms:.0f} ms{more}, later than {limit_ms} ms "
-        f"({forecast.why}); {RETRY}, or send a longer {name}",
+        f"({forecast.reason}); {RETRY}, or send a longer {name}",
         param=name,
         code=code,
         retry_after_s=rest_s(ttft_ms, limit_ms - more_ms),
@@ -497,7 +497,7 @@ class Turns:
         if not batch:
             self._is_counting = False
             return
-        self._waiting.taken(len(batch), now - self._round_at)
+        self._waiting.note_departures(len(batch), now - self._round_at)
         self._round_at = now
         asyncio.get_running_loop().call_soon(self._next_round)
 

@@ -193,7 +193,7 @@ class Forecast:
         )
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """Return the reason for the wait."""
         if self.wake_ms:
             return f"the model is awake in {self.wake_ms:.0f} ms, and {self.queued_tokens} prompt tokens are before it"

@@ -532,7 +532,7 @@ class Backlog(Generic[W]):
             del self._held[entry.tenant], self._bytes_of[entry.tenant]
         self._bytes -= entry.size_bytes
 
-    def taken(self, requests: int, seconds: float) -> None:
+    def note_departures(self, requests: int, seconds: float) -> None:
         """Note how long it took until so many requests had left."""
         each_s = max(seconds, 1e-4) / requests
         self._request_s += RATE_SHARE * (each_s - self._request_s) if self._request_s else each_s
@@ -673,7 +673,7 @@ class TenantThreads:
             if not batch:
                 return
             (next_work,) = batch
-            self._line.taken(1, now - self._begun_at)
+            self._line.note_departures(1, now - self._begun_at)
             try:
                 next_work.answer.set_result(self._submit(next_work.tenant, next_work.function))
             except RuntimeError as error:

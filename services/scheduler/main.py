@@ -23,7 +23,7 @@ def run(settings: SchedulerSettings) -> int:
     logs.setup("scheduler", settings.log_level, settings.log_json)
     channel_credentials(settings)  # read again for each channel; errors show now
     spans = Spans(settings, process_id("scheduler")) if settings.otlp_endpoint else None
-    metrics = Metrics(settings.served_model_name, settings.metrics_aliases, spans.ended if spans else None)
+    metrics = Metrics(settings.served_model_name, settings.metrics_aliases, spans.add if spans else None)
     serve_metrics(metrics.registry, settings.metrics_host, settings.scheduler_metrics_port, "--scheduler-metrics-port")
 
     async def serve() -> int:

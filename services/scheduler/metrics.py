@@ -303,7 +303,7 @@ class Metrics:
         if between_ns.size:
             self._gap.observe(between_ns / 1e9)
 
-    def ended(self, finished: FinishedRequest, life: Timeline) -> None:
+    def observe_end(self, finished: FinishedRequest, life: Timeline) -> None:
         """Observe the times of a request that got tokens and has ended."""
         self._queue.observe(max(0, life.started_ns - finished.request.arrived_ns) / 1e9)
         self._prefill.observe((life.first_token_ns - life.started_ns) / 1e9)

@@ -100,7 +100,7 @@ class Bisection:
             self._end(name, actions)
         return actions
 
-    def ended(self, name: str) -> Actions:
+    def forget(self, name: str) -> Actions:
         """Forget a request that has ended."""
         actions = Actions()
         self._bystanders.discard(name)
@@ -241,7 +241,7 @@ class Quarantine:
         self._background.discard(name)
         self._suspected.discard(name)
         if self._bisection:
-            self._apply(self._bisection.ended(name), now_ns)
+            self._apply(self._bisection.forget(name), now_ns)
 
     def _apply(self, actions: Actions, now_ns: int) -> None:
         no_replica = not self._core.alive  # otherwise bystanders continue at the other replicas

@@ -263,7 +263,7 @@ class Service:
 
     def forget(self, request_id: str) -> None:
         self.held.drop(request_id)
-        self._stats.forecasts.ended(request_id)
+        self._stats.forecasts.forget(request_id)
         self.claims.changed.set()
         has_suspects = self.quarantine.has_suspects
         self.quarantine.remove(request_id, time.monotonic_ns())

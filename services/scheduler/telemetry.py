@@ -329,7 +329,7 @@ class Forecasts:
         predicted_ms = None if overhead_ms is None else max(own_ms + overhead_ms, 0.0)
         self._promises[request_id] = Promise(self._reported_ms[priority], own_ms, predicted_ms)
 
-    def ended(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
         """Forget a request that may have had no token."""
         self._promises.pop(request_id, None)
 
@@ -369,7 +369,7 @@ class Stats:
 
     def __init__(self, started_ns: int, metrics: Metrics | None = None) -> None:
         self._metrics = metrics or Metrics()
-        self._request_times = RequestTimes(self._metrics.ended)
+        self._request_times = RequestTimes(self._metrics.observe_end)
         self.iterations = Iterations()
         self._ttft_ms = Window()
         self._tbt_ms = Window()
@@ -423,7 +423,7 @@ class Stats:
             self._ttft_ms.add(first_ns / 1e6, now_ns)
             self._start_rate.started(first_ns.size, now_ns)
         for ended in outcome.ended:
-            self.forecasts.ended(ended.request.id)
+            self.forecasts.forget(ended.request.id)
         if not waits_ns.size:
             return
         self._tbt_ms.add(between_ns / 1e6, now_ns)

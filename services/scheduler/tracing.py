@@ -63,7 +63,7 @@ class Spans:
         self._model = settings.served_model_name
         self._shard = settings.shard
 
-    def ended(self, finished: FinishedRequest, timeline: Timeline) -> None:
+    def add(self, finished: FinishedRequest, timeline: Timeline) -> None:
         """Make the spans of a request that got tokens and has ended."""
         request = finished.request
         parent = request.payload.traceparent

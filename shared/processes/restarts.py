@@ -23,7 +23,7 @@ class Backoff:
     def delay_s(self, deaths: int) -> float:
         return min(self.first_s * self.factor ** max(deaths - 1, 0), self.cap_s)
 
-    def counted(self, deaths: Sequence[float], now: float, ready_s: float | None) -> list[float]:
+    def with_death(self, deaths: Sequence[float], now: float, ready_s: float | None) -> list[float]:
         """Return the record of deaths with one that happened now.
 
         ready_s: time that the process had been ready; None if it never was.

@@ -331,7 +331,7 @@ class Supervisor:
     def restart(self, service: Service, how: str, now: float, show_log: bool = True) -> None:
         """Start a service again after a pause, which grows with each end of it. how: `died (exit code 3)`."""
         ready_s = None if service.ready_at is None else now - service.ready_at
-        service.deaths = self._backoff.counted(service.deaths, now, ready_s)
+        service.deaths = self._backoff.with_death(service.deaths, now, ready_s)
         delay_s = self._backoff.delay_s(len(service.deaths))
         service.start_at, service.state, service.ready_at = now + delay_s, "backoff", None
         self.on_change()

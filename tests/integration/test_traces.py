@@ -82,7 +82,7 @@ def scheduler_spans(collector: Collector, traceparent: str) -> None:
     wire = queue_pb2.Request(traceparent=traceparent)
     request = NewRequest("r", [np.arange(7, dtype=np.int32)], 9, arrived_ns=now - 4_000_000_000, payload=wire)
     finished = FinishedRequest(request, [np.arange(3, dtype=np.int32)], [Finish.STOP])
-    spans.ended(finished, Timeline(now - 3_000_000_000, now - 2_000_000_000, now))
+    spans.add(finished, Timeline(now - 3_000_000_000, now - 2_000_000_000, now))
     spans.close()
 
 

@@ -627,7 +627,7 @@ class Dispatcher:
                         self.cancel(entry.request_id, "its enqueueing got no answer")
             _fail(batch, error if isinstance(error, ApiError) else failed(error))
             return
-        self._backlog.taken(len(batch), time.monotonic() - begin)
+        self._backlog.note_departures(len(batch), time.monotonic() - begin)
         for entry, answer in zip(batch, answers, strict=True):
             if answer[0] == b"error":
                 _fail([entry], failed(ResponseError(answer[1].decode("utf-8", "replace"))))

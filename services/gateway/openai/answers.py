@@ -87,7 +87,7 @@ async def serve(model: ServedModel, request: Request, spec: GenerationSpec, star
     generation, headers = await begin(model, request, spec, started, last_event)
     if spec.stream:
         return EventStream(generation, EventWriter(generation, fingerprint), model.settings.keepalive_s, headers)
-    return await whole_response(collect(generation, request, whole(generation, fingerprint)), headers)
+    return await whole_response(collect(generation, request, answer_body(generation, fingerprint)), headers)
 
 
 async def take_headers(model: ServedModel, request: Request, spec: GenerationSpec) -> None:
@@ -213,7 +213,7 @@ async def collect(
         await end(working, leaving)
 
 
-async def whole(generation: Generation, fingerprint: str) -> dict[str, Any]:
+async def answer_body(generation: Generation, fingerprint: str) -> dict[str, Any]:
     """Return the body of the answer, once the request has ended. Raise ApiError."""
     spec = generation.spec
     texts, ids, calls, thoughts = await _run(generation)

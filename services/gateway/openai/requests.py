@@ -26,9 +26,9 @@ from services.gateway.openai.answers import (
     EventStream,
     EventWriter,
     Writer,
+    answer_body,
     holding_bytes,
     json_response,
-    whole,
 )
 from services.gateway.openai.completions import THREAD_TOKENS
 from services.gateway.openai.document import FOUND, errors, event_stream
@@ -147,7 +147,7 @@ async def result(
     if stream.failure is not None:
         raise stream.failure
     form = _form_of(request_id, forms)
-    answer = whole(generation, model.fingerprint) if form is None else form.whole(generation)
+    answer = answer_body(generation, model.fingerprint) if form is None else form.whole(generation)
     if sum(stream.received) > THREAD_TOKENS:
         return await asyncio.to_thread(asyncio.run, answer)
     return await answer

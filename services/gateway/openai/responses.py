@@ -33,6 +33,7 @@ from services.gateway.openai.answers import (
     GENERATION_ERRORS,
     KEEP_ALIVE,
     EventStream,
+    answer_body,
     begin,
     collect,
     hold_conversation,
@@ -41,7 +42,6 @@ from services.gateway.openai.answers import (
     listed,
     release_bytes,
     take_headers,
-    whole,
     whole_response,
 )
 from services.gateway.openai.bodies import (
@@ -645,7 +645,7 @@ def router(gateway: Gateway) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
 
     def store_ends(model: ServedModel) -> None:
-        model.background.on_end = Responses(model).ended
+        model.background.on_end = Responses(model).store_end
 
     gateway.models.on_open = store_ends
     for model in gateway.models.models():
@@ -730,7 +730,7 @@ def router(gateway: Gateway) -> APIRouter:
             )
 
         async def answer() -> dict[str, Any]:
-            chat = whole(generation, model.text.fingerprint)
+            chat = answer_body(generation, model.text.fingerprint)
             made = of_chat(response, await collect(generation, request, chat))
             return made | {"store": await keep(made) is not StoreOutcome.REFUSED}
 
@@ -850,7 +850,7 @@ class Responses:
             raise unknown_request(response_id)
         await self._model.responses.forget(response_id, tenant)
 
-    async def ended(self, response_id: str) -> None:
+    async def store_end(self, response_id: str) -> None:
         """Store the end of a response in the background. Redis may be away, and behind a stop string a record ends a
         little later than the text: try again as long as there is a record.
         """

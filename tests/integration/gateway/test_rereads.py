@@ -276,10 +276,10 @@ async def test_request_sent_again_is_refused_while_too_many_bytes_are_on_their_w
 async def test_response_alone_is_read_from_store_and_record_at_once(
     local_gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def ended(_responses: Responses, _id: str) -> None:
+    async def leave(_responses: Responses, _id: str) -> None:
         """Leave the end of a response to its next reader."""
 
-    monkeypatch.setattr(Responses, "ended", ended)
+    monkeypatch.setattr(Responses, "store_end", leave)
     monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
     client: httpx.AsyncClient = asgi(local_gateway)
     body = {"model": local_gateway.first.name, "input": "x", "background": True}

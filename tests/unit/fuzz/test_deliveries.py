@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.delivery.stream import Row
-from services.gateway.openai.answers import EventWriter, whole
+from services.gateway.openai.answers import EventWriter, answer_body
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from tests.support import sse
@@ -152,7 +152,7 @@ def test_events_text_and_usage_are_the_same_however_delivered(data: st.DataObjec
     running, rows, _ = generation(request, made)
     for row, first in (one for delivery in deliveries for one in delivery):
         rows.offer(row, first)
-    answer = asyncio.run(whole(running, "fp"))
+    answer = asyncio.run(answer_body(running, "fp"))
     assert answer["usage"] == usage
     echoed = "" if request.endpoint == "chat" else before
     told = [c["text"] if "text" in c else c["message"]["content"] for c in answer["choices"]]

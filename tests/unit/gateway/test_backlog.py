@@ -106,7 +106,7 @@ def test_backlog_is_bounded_in_bytes_beyond_one_request(monkeypatch: pytest.Monk
 def test_wait_for_room_follows_the_measured_rate() -> None:
     waiting = filled(*(entry(str(number)) for number in range(79)), entry("a", tenant="a"), requests=100)
     assert waiting.full("u", 0.5, 1.0, 1) == (False, "requests", 80, 50, 1.0), "nothing is measured"
-    waiting.taken(10, 1.0)
+    waiting.note_departures(10, 1.0)
     assert waiting.full("u", 0.5, 1.0, 1) == (False, "requests", 80, 50, 3.1)
     assert waiting.full("t", 1.0, 0.5, 1) == (True, "requests", 79, 50, 6.0), "two tenants take turns"
 
@@ -114,6 +114,6 @@ def test_wait_for_room_follows_the_measured_rate() -> None:
 def test_wait_for_bytes_is_that_of_their_share_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKLOG_BYTES", 1000)
     waiting = filled(*(entry(str(number), size_bytes=100) for number in range(9)))
-    waiting.taken(10, 1.0)
+    waiting.note_departures(10, 1.0)
     assert waiting.full("u", 1.0, 1.0, 350) == (False, "bytes", 900, 1000, pytest.approx(0.3))
     assert waiting.full("t", 1.0, 0.9, 100) == (True, "bytes", 900, 900, pytest.approx(0.1))

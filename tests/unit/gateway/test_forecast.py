@@ -61,8 +61,8 @@ def test_forecast_names_the_reason_for_its_class() -> None:
     assert forecast({"a": crowded}, "realtime") == Forecast(30.0, 5, 200.0, 0, 2.9996)
     normal = forecast({"a": crowded})
     assert normal == Forecast(4000.5, 800, 200.0, 12, 2.9996)
-    assert normal.why == "12 sequences wait for slots or memory before it, 3 start a second"
-    assert forecast({"a": BUSY}).why == "800 prompt tokens are before it, at 200 a second"
+    assert normal.reason == "12 sequences wait for slots or memory before it, 3 start a second"
+    assert forecast({"a": BUSY}).reason == "800 prompt tokens are before it, at 200 a second"
     assert forecast({"a": crowded}, "low") is None, "nothing is said of that class"
 
 

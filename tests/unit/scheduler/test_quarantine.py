@@ -61,7 +61,7 @@ class Simulation:
                 if request.leaves == now and self.held(name):
                     self.end(name)
             while self.untold and self.rng.random() < 0.5:
-                self.obey(self.suspects.ended(self.untold.pop(0)))
+                self.obey(self.suspects.forget(self.untold.pop(0)))
             while self.waiting and len(self.running) < self.slots:
                 self.running.append(self.waiting.pop(0))
             if not self.running:

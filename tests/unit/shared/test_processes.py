@@ -124,7 +124,7 @@ def delays(backoff: Backoff, lives: list[tuple[float, float | None]]) -> list[fl
     found, record, now = [], list[float](), 1000.0
     for lasted_s, ready_s in lives:
         now += lasted_s
-        record = backoff.counted(record, now, ready_s)
+        record = backoff.with_death(record, now, ready_s)
         found.append(backoff.delay_s(len(record)))
     return found
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protos import queue_pb2
 from services.gateway.delivery.stream import RequestStream, Row, rows_of
 from services.gateway.errors import ApiError
-from services.gateway.openai.answers import answer, whole
+from services.gateway.openai.answers import answer, answer_body
 from services.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -184,7 +184,7 @@ def test_a_whole_answer_is_made_of_a_few_logprobs_a_turn(endpoint: str) -> None:
         running, stream, _ = generation(request)
         for choice in range(2):
             stream.offer(row(request, 0, tokens, 2, choice), 0)
-        working = asyncio.create_task(whole(running, "fp"))
+        working = asyncio.create_task(answer_body(running, "fp"))
         turns = 0
         while not working.done():
             turns += 1

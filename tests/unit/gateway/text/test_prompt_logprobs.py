@@ -12,7 +12,7 @@ import pytest
 from protos import queue_pb2
 from services.gateway.delivery.stream import Row
 from services.gateway.errors import ApiError
-from services.gateway.openai.answers import whole
+from services.gateway.openai.answers import answer_body
 from services.gateway.openai.bodies import CompletionBody, generation_spec
 from services.gateway.request import GenerationSpec, Limits
 from shared.text.logprobs import pack_prompt_records, prompt_record_bytes, unpack_prompt_records
@@ -44,7 +44,7 @@ def answered(request: GenerationSpec, records: list[bytes] | None = None, finish
     commands.records = records or [record(prompt, request.prompt_wanted) for prompt in request.prompts]
     for choice in range(request.choices):
         stream.offer(Row(choice, [50], finish, logprobs=bytes(request.record_bytes)), 0)
-    body: dict[str, Any] = orjson.loads(orjson.dumps(asyncio.run(whole(running, "fp"))))
+    body: dict[str, Any] = orjson.loads(orjson.dumps(asyncio.run(answer_body(running, "fp"))))
     return body
 
 

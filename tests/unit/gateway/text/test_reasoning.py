@@ -21,7 +21,7 @@ from services.gateway.anthropic.bodies import MessagesBody
 from services.gateway.anthropic.bodies import chat_body as messages_chat
 from services.gateway.delivery.stream import ChoiceText, Row
 from services.gateway.errors import ApiError
-from services.gateway.openai.answers import whole
+from services.gateway.openai.answers import answer_body
 from services.gateway.openai.bodies import ChatBody, parse_body
 from services.gateway.openai.chat import chat_spec
 from services.gateway.openai.responses import ResponsesBody
@@ -270,7 +270,7 @@ def test_answer_has_thinking_apart_and_counts_it() -> None:
     def answer(tokens: list[int], finish: int) -> dict[str, Any]:
         running, stream, _ = generation(asked)
         stream.offer(Row(0, tokens, finish), 0)
-        return asyncio.run(whole(running, "fp"))
+        return asyncio.run(answer_body(running, "fp"))
 
     got = answer(said, 1)
     message = {"role": "assistant", "content": "Yes", "refusal": None, "reasoning_content": "a b"}
