@@ -186,17 +186,22 @@ class Borders:
 
     def _out(self, name: str) -> None:
         key = secrets.token_hex(8)
-        first = self._stack.ask(key=key)
-        _check_right(first, TOKENS)
-        out = self._keys.out(first.headers["x-orcinus-request"], 0)
-        whole = self._client.get(out)
+        request, out, whole = "", "", b""
 
-        def is_refused() -> bool:  # the gateway may have its tokens for a moment yet
-            self._client.set(out, OUTPUTS[name](whole), keepttl=True)
-            spoilt = self._stack.ask(key=key)
-            if spoilt.status_code == 200:
-                _check_right(spoilt, TOKENS)
-            return spoilt.status_code == 500
+        def is_refused() -> bool:
+            """Ask for the answer again. The gateway may have its tokens for a moment yet; behind a change of the salt the
+            key names another request.
+            """
+            nonlocal request, out, whole
+            if request:
+                self._client.set(out, OUTPUTS[name](whole), keepttl=True)
+            answer = self._stack.ask(key=key)
+            if answer.status_code == 200:
+                _check_right(answer, TOKENS)
+                if request != (request := answer.headers["x-orcinus-request"]):
+                    out = self._keys.out(request, 0)
+                    whole = self._client.get(out)
+            return bool(request) and answer.status_code == 500
 
         until(f"{name}: the answer is refused", is_refused, WAIT_S)
         self._client.set(out, whole, keepttl=True)
