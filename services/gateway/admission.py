@@ -85,6 +85,10 @@ CONVERSATION_BYTES = 256 << 20
 """Of conversations that requests hold until they are stored with the answers, as they are stored; a tenant may have
 half, as above.
 """
+BODIES = 64
+"""Of the largest size, that may come in at a time; a tenant may send half, as above. Each counts once it is longer than
+a piece of `BodyLimit`.
+"""
 TOKEN_BYTES = 4
 MANY_REREADS = "too_many_answers"
 TURNS = 4
@@ -515,15 +519,17 @@ class Connections:
 class HeldBytes:
     """Bytes that requests hold until they are answered, or drop them before: of this process, of all models.
 
-    There are two kinds. Ended requests and stored responses are read again: what is made of them takes several times
+    There are three kinds. Ended requests and stored responses are read again: what is made of them takes several times
     their bytes, and a client may ask as often as it likes. Conversations wait to be stored, as long as their requests.
+    Bodies come in as slowly as their clients send them.
     """
 
-    def __init__(self, what: str, most_bytes: int, remedy: str = RETRY) -> None:
-        """what, remedy: for the error."""
+    def __init__(self, what: str, most_bytes: int, remedy: str = RETRY, code: str = MANY_REREADS) -> None:
+        """what, remedy, code: for the error."""
         self.most_bytes = most_bytes
         self._what = what
         self._remedy = remedy
+        self._code = code
         self._held: Counter[str] = Counter()  # by tenant
 
     @property
@@ -539,10 +545,10 @@ class HeldBytes:
         tenant_bytes = self.most_bytes // 2
         if caller.has_others and held > of_request and held + size_bytes > tenant_bytes:
             text = f"{self._what}: too many bytes of this tenant are held (limit {tenant_bytes})"
-            raise ApiError(429, f"{text}; {self._remedy}", code=MANY_REREADS, retry_after_s=1)
+            raise ApiError(429, f"{text}; {self._remedy}", code=self._code, retry_after_s=1)
         if of_all > of_request and of_all + size_bytes > self.most_bytes:
             text = f"{self._what}: too many bytes are held (limit {self.most_bytes})"
-            raise unavailable(f"{text}; {self._remedy}", MANY_REREADS)
+            raise unavailable(f"{text}; {self._remedy}", self._code)
         self._held[tenant] += size_bytes
 
         def release() -> None:
@@ -559,6 +565,10 @@ def rereads() -> HeldBytes:
 
 def conversations() -> HeldBytes:
     return HeldBytes("conversations that wait to be stored", CONVERSATION_BYTES, f"{RETRY}, or with store false")
+
+
+def bodies(max_body_bytes: int) -> HeldBytes:
+    return HeldBytes("bodies that come in", BODIES * max_body_bytes, RETRY, "too_many_bodies")
 
 
 Hold = Callable[[int], None]

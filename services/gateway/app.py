@@ -107,7 +107,12 @@ def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middlewar
             if needs_key
             else []
         ),
-        Middleware(BodyLimit, most_bytes=gateway.settings.max_body_bytes, larger={files.PATH: _upload_bytes(gateway)}),
+        Middleware(
+            BodyLimit,
+            most_bytes=gateway.settings.max_body_bytes,
+            larger={files.PATH: _upload_bytes(gateway)},
+            hold=gateway.bodies.hold,
+        ),
     ]
     return FastAPI(
         title=title,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from services.gateway.admission import Connections, Turns, conversations, rereads
+from services.gateway.admission import Connections, Turns, bodies, conversations, rereads
 from services.gateway.auth import Keyring
 from services.gateway.batches.driver import BatchDriver
 from services.gateway.errors import handed_over
@@ -38,6 +38,7 @@ class Gateway:
         entries = settings.models_file().models
         self.keyring = Keyring(settings, self.letters, [entry.name for entry in entries])
         self.connections = Connections()
+        self.bodies = bodies(settings.max_body_bytes)
         self.turns = Turns(settings.tenant_queue_share, settings.max_wait_s)
         common = self.id, self.keyring, self.metrics, self.tracing, self.letters, self.connections
         parts = Parts(*common, rereads(), conversations())

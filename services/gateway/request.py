@@ -163,7 +163,7 @@ class GenerationSpec:
     grammar_field: str = ""  # field of the body that brought the grammar of `sampling`
     prompt_tokens: int = 0  # counted from `prompts` unless given
     content: int = 0  # hash of tenant and body, by which one that comes back is known
-    conversation_bytes: int = 0  # of a response, that its gateway holds until the end, when it is stored
+    conversation_bytes: int = 0  # of a response and what is stored with it, that its gateway holds until the end
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.prompt_tokens or sum(map(len, self.prompts))

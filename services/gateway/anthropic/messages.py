@@ -59,7 +59,8 @@ def router(gateway: Gateway) -> APIRouter:
         body = await read_in_turn(gateway, request, MessagesBody, started)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await _spec(model, body, request.state.tenant)
-        await take_headers(model, request, spec)
+        del body  # the request may wait for long, with the spec alone
+        take_headers(model, request, spec)
         last_event = request.headers.get("last-event-id", "") if spec.stream else ""
         generation, headers = await begin(model, request, spec, started, last_event)
         if spec.stream:

@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from services.gateway.auth import Caller
 from services.gateway.errors import MESSAGES, ApiError, too_big
 from services.gateway.http.pages import page
 from services.gateway.metrics import Metrics
@@ -39,6 +40,8 @@ OVER_THE_LIMIT = 256
 """Connections beyond the limit that get a 503; more are dropped without an answer."""
 FIRST_REQUEST_S = 0.5
 """Time for the first request of a connection that was made as the server stops."""
+HELD_BYTES = 64 * 1024
+"""Bytes of a body are counted in such pieces; the first one is not."""
 PIECE_BYTES = 8192
 """Parsed at a time. Requests that follow in a piece are taken at once: up to 450, in some 10 ms."""
 LINGER_S, LINGER_BYTES = 2.0, 16 << 20
@@ -412,14 +415,23 @@ class Pages:
         await answer(scope, receive, send)
 
 
-class BodyLimit:
-    """Answer 413 to bodies over the limit, by their header or, chunked, while they come in."""
+Hold = Callable[[Caller, int, int], Callable[[], None]]
+"""Count bytes of a caller until what is returned is called; the last number: those held for the same request. Raise
+ApiError(429, 503).
+"""
 
-    def __init__(self, app: ASGIApp, most_bytes: int, larger: Mapping[str, int]) -> None:
-        """larger: bounds of paths with another one."""
+
+class BodyLimit:
+    """Answer 413 to bodies over the limit, by their header or, chunked, while they come in; 429 or 503 where too many
+    bytes are held of bodies that are not all there.
+    """
+
+    def __init__(self, app: ASGIApp, most_bytes: int, larger: Mapping[str, int], hold: Hold) -> None:
+        """larger: bounds of paths with another one, which hold no body. hold: counts bytes that are held."""
         self._app = app
         self._most_bytes = most_bytes
         self._larger = larger
+        self._hold = hold
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -431,18 +443,33 @@ class BodyLimit:
         if digits.isdecimal() and int(digits) > most_bytes:
             await too_big(most_bytes, f"{digits} bytes").send(send, scope["path"])
             return
-        seen = 0
+        seen = held = 0
+        is_held = scope["path"] not in self._larger
+        caller = scope.get("state", {}).get("caller", Caller(""))
+        releases: list[Callable[[], None]] = []
+
+        def release() -> None:
+            while releases:
+                releases.pop()()
 
         async def counted() -> Message:
-            nonlocal seen
+            nonlocal seen, held
             message = await receive()
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
                 if seen > most_bytes:
                     raise too_big(most_bytes, "more")
+                if not message.get("more_body"):
+                    release()  # it is read at once, and then bounded where it waits
+                elif is_held and (more := (seen - held) // HELD_BYTES * HELD_BYTES):
+                    releases.append(self._hold(caller, more, held))
+                    held += more
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            release()
 
 
 class CutSlow:

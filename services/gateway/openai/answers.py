@@ -8,7 +8,6 @@ far has. The client may continue from there at any gateway. A client that leaves
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import re
 import time
@@ -78,7 +77,7 @@ async def serve(model: ServedModel, request: Request, spec: GenerationSpec, star
         if refusal := choose_adapter(model, spec):
             raise refusal
         return _echo_only(spec, fingerprint)
-    await take_headers(model, request, spec)
+    take_headers(model, request, spec)
     if spec.background:
         refusal = choose_adapter(model, spec)
         await model.admission.begin_background(spec, request.state.caller, started, refusal)
@@ -90,7 +89,7 @@ async def serve(model: ServedModel, request: Request, spec: GenerationSpec, star
     return await whole_response(collect(generation, request, answer_body(generation, fingerprint)), headers)
 
 
-async def take_headers(model: ServedModel, request: Request, spec: GenerationSpec) -> None:
+def take_headers(model: ServedModel, request: Request, spec: GenerationSpec) -> None:
     """Set what the spec has of the head: trace, content, the id that an Idempotency-Key names. Raise ApiError(400)."""
     spec.traceparent = request.headers.get("traceparent", "")[:256]
     spec.content = request.state.arrival.content
@@ -104,7 +103,7 @@ async def take_headers(model: ServedModel, request: Request, spec: GenerationSpe
         )
     kind = ids.kind_of(spec.id)
     spec.id = ids.named_request_id(kind, request.state.tenant, request.state.caller.salt, key, model.id_part)
-    spec.body_sha256 = hashlib.sha256(await request.body()).digest()
+    spec.body_sha256 = request.state.body_sha256
 
 
 async def begin(

@@ -10,6 +10,7 @@ is allowed.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import time
 from typing import Annotated, Any, Literal, TypeVar
@@ -578,6 +579,8 @@ async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], starte
     """
     raw = await _json_bytes(request)
     value, headers = parse_object(raw), request.headers
+    if "idempotency-key" in headers:
+        request.state.body_sha256 = hashlib.sha256(raw).digest()
     returns = "last-event-id" in headers and value.get("background") is True
     may_exist = "idempotency-key" in headers or returns
     arrival = Arrival.of(value, raw, request.state.caller, started, may_exist)
@@ -600,14 +603,17 @@ async def wait_for_turn(gateway: Gateway, name: Any, caller: Caller, arrival: Ar
 
 
 async def _json_bytes(request: Request) -> bytes:
-    """Return the bytes of a body. Raise ApiError(413, 415)."""
+    """Return the bytes of a body, which the request does not keep: it may wait for long. Raise ApiError(413, 415)."""
     # Also without the header: a page of another site may send a body without one, and no preflight asks us before.
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(
             415, f"content-type must be application/json; got {content_type!r}", code="unsupported_media_type"
         )
-    return await request.body()
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+    return bytes(body)
 
 
 def _refusal(error: ValidationError) -> ApiError:

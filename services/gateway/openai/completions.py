@@ -49,6 +49,7 @@ def router(gateway: Gateway) -> APIRouter:
         body = await read_in_turn(gateway, request, CompletionBody, started)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await completion_spec(body, model.text, model.cluster.limits, tenant=request.state.tenant)
+        del body  # the request may wait for long, with the spec alone
         return await serve(model, request, spec, started)
 
     return routes

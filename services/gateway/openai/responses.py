@@ -697,17 +697,18 @@ def router(gateway: Gateway) -> APIRouter:
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         before = await conversation_before(body.previous_response_id, model, request)
         spec = await _spec(model, body, before, request.state.tenant)
-        await take_headers(model, request, spec)
+        take_headers(model, request, spec)
         response = shell(body, spec.id, spec.created, model.text.defaults)
         response["store"] &= model.responses.stores
         conversation = [*before, *stored_items(items_of(body), spec.id)] if response["store"] else []
         stored_input = orjson.dumps(conversation)
         keep = partial(Responses(model).keep, request.state.tenant, stored_input)
-        spec.conversation_bytes = 0 if spec.background else len(stored_input)
-        del before, conversation  # the request may wait for long, with stored_input alone
+        held_bytes = len(stored_input) + len(orjson.dumps(response))
+        spec.conversation_bytes = 0 if spec.background else held_bytes
+        del body, before, conversation  # the request may wait for long, with stored_input and response alone
         release_bytes(request)
         if response["store"]:
-            hold_conversation(model, request, len(stored_input))
+            hold_conversation(model, request, held_bytes)
         if spec.background:
             response["status"] = "queued"
             kept = await keep(response, only_new=True)  # an earlier call of the same name has it already

@@ -67,7 +67,9 @@ def router(gateway: Gateway) -> APIRouter:
         started = time.monotonic()
         body = await read_in_turn(gateway, request, kind, started)
         model = await served_model(gateway, body.model, request.state.caller)
-        return await serve(model, request, await spec_of(body, model.text, model.cluster.limits), started)
+        spec = await spec_of(body, model.text, model.cluster.limits)
+        del body  # the request may wait for long, with the spec alone
+        return await serve(model, request, spec, started)
 
     @routes.post("/v1/embeddings", responses=_RESPONSES, openapi_extra=body_of(EmbeddingsBody))
     async def embeddings(request: Request) -> Response:

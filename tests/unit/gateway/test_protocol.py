@@ -14,6 +14,7 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
+from services.gateway.admission import bodies
 from services.gateway.http import protocol
 from services.gateway.http.protocol import BodyLimit, Bounds, Protocol, RequestContext
 from services.gateway.http.server import HANDLES, handles
@@ -155,7 +156,7 @@ def test_busy_gateway_accepts_many_connections_in_a_round_of_its_loop() -> None:
 @pytest.mark.parametrize("declared, status", [("2", b"200 OK"), ("9", b"413 Request Entity Too Large")])
 async def test_length_of_a_body_is_read_behind_any_zeros(declared: str, status: bytes) -> None:
     transport = Transport()
-    context = connected(transport, RequestContext(BodyLimit(answer, 8, {}), Metrics()))
+    context = connected(transport, RequestContext(BodyLimit(answer, 8, {}, bodies(8).hold), Metrics()))
     length = declared.rjust(5000, "0")
     context.data_received(f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{{}}".encode())
     await wait_until(lambda: transport.written)
