@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -36,7 +36,6 @@ from shared.wire.columns import pack, unpack
 from shared.wire.token_batches import check_tokens
 
 THREADS = min(32, (os.cpu_count() or 1) + 4)
-TENANT_THREADS = THREADS // 2
 BACKLOG_REQUESTS = 4096
 BACKLOG_BYTES = 64 << 20
 BATCH_REQUESTS = 64
@@ -612,12 +611,30 @@ the gRPC front, by lines of batches; and where a request waits for its turn.
 """
 
 
-class TenantThreads:
-    """The threads of one model that run long work on texts beside the event loop: half of them for a tenant.
+@contextlib.asynccontextmanager
+async def until_deadline() -> AsyncIterator[None]:
+    """Raise ApiError(429) where the deadline of the current task's request passes inside. A request that may exist
+    already goes on.
+    """
+    arrival = ARRIVAL.get()
+    has_deadline = arrival.deadline_ms and not arrival.may_exist
+    left_s = arrival.started + arrival.deadline_ms / 1000 - time.monotonic() if has_deadline else None
+    try:
+        async with asyncio.timeout(left_s) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise expired(arrival.deadline_ms) from None
 
-    Encoding a conversation of 4 MB takes seconds. Where a tenant has all of its threads at work, more of its work
-    waits, and that of another tenant begins at once. What waits has the order, the bounds and the deadlines of requests
-    that wait for their turn (`Line`), as ARRIVAL says.
+
+class TenantThreads:
+    """The threads of one model that run long work on texts beside the event loop.
+
+    Encoding a conversation of 4 MB takes seconds. A tenant gets a thread while more are free than it has: one tenant
+    half of them, two that are at it together three quarters, so that work of the next tenant begins at once. What waits
+    has the order, the bounds and the deadlines of requests that wait for their turn (`Line`), as ARRIVAL says; the
+    deadline counts until the work is done.
     """
 
     def __init__(
@@ -636,21 +653,22 @@ class TenantThreads:
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what a function that blocks returns. Work of a cancelled caller keeps its thread to its end. Raise
-        ApiError(429) for work that waits too long, or behind too much.
+        ApiError(429) for work that waits too long, or behind too much, and at the deadline.
         """
         arrival, work = ARRIVAL.get(), partial(function, *args, **kwargs)
         self._begin()
-        if self._has_thread(arrival.tenant):
-            begun = self._submit(arrival.tenant, work)
-        else:
-            try:
+        try:
+            if self._has_thread(arrival.tenant):
+                begun = self._submit(arrival.tenant, work)
+            else:
                 begun = await self._line.wait(arrival, function=work)
-            except ApiError as error:
-                raise self._placed(error, arrival) from None
-        return await asyncio.wrap_future(begun)
+            async with until_deadline():
+                return await asyncio.wrap_future(begun)
+        except ApiError as error:
+            raise self._placed(error, arrival) from error.__cause__
 
     def _has_thread(self, tenant: str) -> bool:
-        return len(self._running) < THREADS and self._threads_of[tenant] < TENANT_THREADS
+        return THREADS - len(self._running) > self._threads_of[tenant]
 
     def _submit(self, tenant: str, function: Callable[[], T]) -> Future[T]:
         """Begin work. Raise RuntimeError where no thread can be started."""

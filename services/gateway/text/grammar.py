@@ -23,6 +23,7 @@ import orjson
 from llguidance import LLMatcher
 
 from services.gateway.errors import ApiError, invalid, unavailable
+from services.gateway.request import until_deadline
 from shared.errors import OrcinusError
 from shared.messages import quote
 from shared.text import bounded_json
@@ -59,12 +60,14 @@ class GrammarCheck:
 
     async def check(self, field: str, grammar: str, tenant: str) -> None:
         """Raise ApiError: 400 that names the field where a worker could not follow the grammar, 503 when too many
-        of the tenant's wait.
+        of the tenant's wait, 429 at the deadline of the request.
         """
         try:
             if len(grammar) > MOST_GRAMMAR_BYTES:  # before it is encoded, and hashed
                 raise GrammarError(TOO_LONG)
-            if (error := await self._verdict(grammar, tenant)) is not None:
+            async with until_deadline():
+                error = await self._verdict(grammar, tenant)
+            if error is not None:
                 raise error.with_traceback(None)
         except ApiError:
             self.on_refused("busy")

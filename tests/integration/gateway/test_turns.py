@@ -94,7 +94,7 @@ async def test_realtime_chat_is_encoded_before_a_crowd_of_low(
 @contextlib.asynccontextmanager
 async def crowded_threads(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """Let as much work wait for threads as class normal may."""
-    monkeypatch.setattr(request, "TENANT_THREADS", 1)
+    monkeypatch.setattr(request, "THREADS", 1)
     go, begun = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -16,8 +16,11 @@ import pytest
 
 from services.gateway import request
 from services.gateway.errors import ApiError
-from services.gateway.request import ARRIVAL, TENANT_THREADS, THREADS, Arrival, Line, TenantThreads, Waiting
+from services.gateway.request import ARRIVAL, THREADS, Arrival, Line, TenantThreads, Waiting
 from tests.support.waiting import wait_until
+
+TENANT_THREADS = (THREADS + 1) // 2
+"""That one tenant gets alone."""
 
 
 class Work:
@@ -60,6 +63,19 @@ async def test_tenant_with_much_work_leaves_threads_to_another(work: Work) -> No
         work.go.set()
         await asyncio.gather(*greedy)
     assert work.running == 2 * THREADS
+
+
+async def test_two_tenants_with_much_work_leave_a_thread_to_the_next(work: Work) -> None:
+    threads = TenantThreads()
+    tasks = [asyncio.create_task(of_tenant(threads, name, work)) for name in "ab" for _ in range(2 * THREADS)]
+    await wait_until(lambda: work.running > TENANT_THREADS)
+    modest = Work()
+    modest.go.set()
+    async with asyncio.timeout(30):
+        await asyncio.create_task(of_tenant(threads, "modest", modest))
+        assert work.running < THREADS
+        work.go.set()
+        await asyncio.gather(*tasks)
 
 
 async def test_work_of_a_cancelled_caller_keeps_its_thread_to_its_end(work: Work) -> None:
@@ -148,6 +164,23 @@ async def test_work_that_waits_too_long_or_past_its_deadline_is_refused(fill: Fi
     assert (await refused(threads, arrival("greedy"))).code == "overloaded"
     late = arrival("greedy", deadline_ms=1, ttft_slo_ms=9)
     assert (await refused(threads, late)).code == "deadline_unreachable"
+
+
+async def test_work_that_is_not_done_at_the_deadline_is_refused(work: Work) -> None:
+    threads = TenantThreads()
+
+    async def ask(may_exist: bool) -> None:
+        ARRIVAL.set(arrival("t", deadline_ms=20, may_exist=may_exist))
+        await threads.run(work)
+
+    named = asyncio.create_task(ask(may_exist=True))
+    async with asyncio.timeout(30):
+        with pytest.raises(ApiError) as late:
+            await asyncio.create_task(ask(may_exist=False))
+        assert (late.value.status, late.value.code) == (429, "deadline_unreachable")
+        assert not named.done(), "a request that may exist goes on"
+        work.go.set()
+        await named
 
 
 async def test_answer_that_comes_with_the_timeout_is_returned() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 from services.gateway.errors import ApiError
+from services.gateway.request import ARRIVAL, Arrival
 from services.gateway.text.grammar import MOST_WAITING, GrammarCheck
 from shared.processes.jail import JailError
 from shared.text import grammar_process
@@ -67,6 +70,27 @@ async def test_requests_with_the_same_grammar_wait_for_one_verdict(
     monkeypatch.setattr(check.process, "check", asked.append)
     assert await answers(check, [("a", simple(0))] * (4 * MOST_WAITING)) == [("a", 200)] * (4 * MOST_WAITING)
     assert asked == [simple(0)]
+
+
+async def test_request_waits_for_its_grammar_until_its_deadline(
+    check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(check.process, "check", lambda _: go.wait(300))
+
+    async def ask(may_exist: bool) -> None:
+        one = Arrival("a", False, "normal", 0, 0, time.monotonic(), deadline_ms=20, may_exist=may_exist)
+        ARRIVAL.set(one)
+        await check.check("guided_regex", simple(0), "a")
+
+    named = asyncio.create_task(ask(may_exist=True))
+    async with asyncio.timeout(30):
+        with pytest.raises(ApiError) as late:
+            await asyncio.create_task(ask(may_exist=False))
+        assert (late.value.status, late.value.code) == (429, "deadline_unreachable")
+        assert not named.done(), "a request that may exist goes on"
+        go.set()
+        await named
 
 
 @pytest.mark.parametrize(
