@@ -143,13 +143,17 @@ class CallObject:
         return False
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What an escape without its other half leaves."""
+
+
 def _string(written: str) -> str:
-    """Return the text of a JSON string; nothing for any other value."""
+    """Return the text of a JSON string; nothing for any other value, or a text that UTF-8 cannot hold."""
     try:
         value = json.loads(written)
     except (ValueError, RecursionError):
         return ""
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value, str) and not _SURROGATE.search(value) else ""
 
 
 _NAMED = re.compile(r"([\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]\s*(\{)?", re.ASCII)
@@ -175,11 +179,13 @@ class CallPiece:
 
 def merged(pieces: list[CallPiece]) -> list[CallPiece]:
     """Return one piece for each call."""
-    calls: dict[int, CallPiece] = {}
+    calls: dict[int, list[CallPiece]] = {}
     for piece in pieces:
-        held = calls.setdefault(piece.index, CallPiece(piece.index, piece.id, piece.name, ""))
-        held.arguments += piece.arguments
-    return list(calls.values())
+        calls.setdefault(piece.index, []).append(piece)
+    return [
+        CallPiece(index, parts[0].id, parts[0].name, "".join(part.arguments for part in parts))
+        for index, parts in calls.items()
+    ]
 
 
 class _At(Enum):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from services.gateway.request import ToolUse
-from services.gateway.text.tools.blocks import reader_of
-from services.gateway.text.tools.reader import CallObject
+from services.gateway.text.tools.blocks import MOST_PARTS, reader_of
+from services.gateway.text.tools.reader import CallObject, CallPiece, merged
 from tests.support.generations import bytes_of_one_more, read_calls
 
 NAMES = ("get_weather", "add")
@@ -41,6 +41,8 @@ K_SECTION, K_OPEN, K_ARGS, K_CLOSE, K_END = (
     for name in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
 )
 DEEP = '<tool_call>{"name": ' + "[" * 3000 + "]" * 3000 + "}</tool_call>"
+LONE = '<tool_call>{"name": "\\ud800", "arguments": {}}'
+"""With a name that UTF-8 cannot hold, and so no answer either."""
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "no call at all \n", "no call at all \n", []),
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
@@ -57,6 +59,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"nome": 1}</tool_call>x', '<tool_call>{"nome": 1}</tool_call>x', []),
     ("hermes", '<tool_call>{"name": 1, "arguments": {}}', '<tool_call>{"name": 1, "arguments": {}}', []),
     ("hermes", DEEP, DEEP, []),
+    ("hermes", LONE, LONE, []),
+    ("granite", f"<|tool_call|>[{LONE[11:]}", f"<|tool_call|>[{LONE[11:]}", []),
     ("hermes", "a < b <tool", "a < b <tool", []),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
     ("hermes", '<tool_call>{"na', '<tool_call>{"na', []),
@@ -245,6 +249,22 @@ def test_hostile_block_takes_work_in_proportion_to_its_size(kind: str, text: str
     content, calls = read([text], kind)
     assert content == text or [name for name, _ in calls] == ["add"]
     assert read([text[at : at + 32] for at in range(0, len(text), 32)], kind) == (content, calls)
+
+
+def test_list_of_calls_in_python_is_text_beyond_a_bound_of_its_parts() -> None:
+    """It is parsed at once, and an event loop waits for it."""
+    short, long = (f"[add(a=[{'1,' * count}])]" for count in (MOST_PARTS - 3, MOST_PARTS - 2))
+    assert [name for name, _ in read([short], "pythonic")[1]] == ["add"]
+    assert read([long], "pythonic") == (long, [])
+    assert read([f"[add(a='{'1,' * MOST_PARTS}')]"], "pythonic")[1], "a text is one part"
+
+
+@pytest.mark.timeout(60)
+def test_pieces_of_a_call_are_joined_in_proportion_to_their_size() -> None:
+    """Added to one another, they took minutes."""
+    count = 400_000
+    pieces = [CallPiece(0, "id", "add", ""), *[CallPiece(0, "", "", "x" * 16)] * count]
+    assert merged(pieces) == [CallPiece(0, "id", "add", "x" * 16 * count)]
 
 
 HELD = [
