@@ -72,6 +72,8 @@ class ApiError(OrcinusError):
         self.code = code
         self.retry_after_s = retry_after_s
         self.headers = dict(headers or {})
+        self.fits = 0.0
+        """About the share that would fit of a text that is too long; 0 means unknown."""
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
 

@@ -801,22 +801,25 @@ def check_length(least: int, limits: Limits, param: str) -> None:
         )
 
 
+def _too_long(param: str, text: str, tokens: int, most: int) -> ApiError:
+    """Return the 400 for a prompt of more tokens than `most`."""
+    error = invalid(param, text, "context_length_exceeded")
+    error.fits = max(1, most) / tokens
+    return error
+
+
 def room_after(prompt_tokens: int, limits: Limits, param: str, needs: int = 1) -> int:
     """Return the tokens that can follow the prompt. Raise when the prompt leaves less than `needs`."""
     if limits.max_input_tokens and prompt_tokens > limits.max_input_tokens:
-        raise invalid(
-            param,
-            f"{param} has {prompt_tokens} tokens; this server accepts at most {limits.max_input_tokens}",
-            "context_length_exceeded",
-        )
+        text = f"{param} has {prompt_tokens} tokens; this server accepts at most {limits.max_input_tokens}"
+        raise _too_long(param, text, prompt_tokens, limits.max_input_tokens)
     room = limits.max_model_len - prompt_tokens
     if room < needs:
-        raise invalid(
-            param,
+        text = (
             f"This model's maximum context length is {limits.max_model_len} tokens, however your {param} has "
-            f"{prompt_tokens} tokens{'' if room else ' and leaves no room for one more'}. Please shorten it.",
-            "context_length_exceeded",
+            f"{prompt_tokens} tokens{'' if room else ' and leaves no room for one more'}. Please shorten it."
         )
+        raise _too_long(param, text, prompt_tokens, limits.max_model_len - needs)
     return min(room, limits.max_output_tokens or room)
 
 
@@ -824,13 +827,12 @@ def check_output(max_tokens: int, prompt_tokens: int, room: int, limits: Limits,
     if limits.max_output_tokens and max_tokens > limits.max_output_tokens:
         raise invalid(param, f"{param} must be at most {limits.max_output_tokens} on this server; got {max_tokens}")
     if max_tokens > room:
-        raise invalid(
-            param,
+        text = (
             f"This model's maximum context length is {limits.max_model_len} tokens, however you requested "
             f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt; {max_tokens} for the completion). "
-            f"Please reduce the prompt or {param}.",
-            "context_length_exceeded",
+            f"Please reduce the prompt or {param}."
         )
+        raise _too_long(param, text, prompt_tokens, limits.max_model_len - max_tokens)
 
 
 def generation_spec(

@@ -49,6 +49,7 @@ from services.gateway.openai.bodies import (
     MAX_TOOLS,
     Body,
     ChatBody,
+    ChatMessage,
     Metadata,
     ScheduledBody,
     choose_adapter,
@@ -65,6 +66,7 @@ from services.gateway.request import GenerationSpec, SamplingDefaults
 from services.gateway.text.tools.reader import CallPiece
 from shared import ids
 from shared.messages import quote
+from shared.text.bounded_json import JsonError, check_width
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -702,6 +704,8 @@ def router(gateway: Gateway) -> APIRouter:
         response["store"] &= model.responses.stores
         conversation = [*before, *stored_items(items_of(body), spec.id)] if response["store"] else []
         stored_input = orjson.dumps(conversation)
+        if not may_be_stored(stored_input, gateway.settings.max_body_bytes):
+            response["store"], stored_input = False, b"[]"
         keep = partial(Responses(model).keep, request.state.tenant, stored_input)
         held_bytes = len(stored_input) + len(orjson.dumps(response))
         spec.conversation_bytes = 0 if spec.background else held_bytes
@@ -893,7 +897,21 @@ class Responses:
 
 MOST_ID = 64
 LOOK_EVERY_S, MOST_WAIT_S = 0.25, 5.0
+BODIES_OF_CONVERSATION = 2
+GUESSES = 4
+"""Of the turns that fit, by the tokens of a conversation that does not; then the rest is halved."""
 LOOKS = 60  # about four minutes, of the five for which a record lives
+
+
+def may_be_stored(conversation: bytes, most_bytes: int) -> bool:
+    """Return whether a conversation is short enough to be read again: on an event loop, as often as its client asks.
+    most_bytes: of a body; stored items are longer than those of a body.
+    """
+    try:
+        check_width(conversation, "the conversation")
+    except JsonError:
+        return False
+    return len(conversation) <= BODIES_OF_CONVERSATION * most_bytes
 
 
 def stored_items(items: Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
@@ -940,22 +958,30 @@ async def truncated(chat: ChatBody, make: Callable[[ChatBody], Awaitable[T]]) ->
     turns = [at for at, message in enumerate(chat.messages) if message.role == "user"]
 
     async def without(dropped: int) -> T:
-        messages = [*chat.messages[: turns[0]], *chat.messages[turns[dropped] :]]
+        messages = [*chat.messages[: turns[0]], *chat.messages[turns[dropped] :]] if dropped else chat.messages
         return await make(chat.model_copy(update={"messages": messages}))
 
-    try:
-        return await make(chat)
-    except ApiError as error:
-        if error.code != TOO_LONG or len(turns) < 2:
-            raise
-    least, most = 1, len(turns) - 1
-    fitting = await without(most)
-    while least < most:
-        middle = (least + most) // 2
+    chars: list[int] = []  # of each turn and those behind it
+    least, most, tries, dropped = 0, len(turns) - 1, 0, 0
+    fitting: list[T] = []
+    while least <= most or not fitting:
         try:
-            fitting, most = await without(middle), middle
+            fitting, most = [await without(dropped)], dropped - 1
+            guess = most
         except ApiError as error:
-            if error.code != TOO_LONG:
+            if error.code != TOO_LONG or dropped >= len(turns) - 1:
                 raise
-            least = middle + 1
-    return fitting
+            chars = chars or _chars_behind(chat.messages, turns)
+            least = dropped + 1
+            guess = next((at for at in range(least, most) if chars[at] <= error.fits * chars[dropped]), most)
+            guess = guess if error.fits else (least + most) // 2
+        tries += 1
+        dropped = max(least, guess) if tries <= GUESSES else (least + most) // 2
+    return fitting[0]
+
+
+def _chars_behind(messages: Sequence[ChatMessage], turns: Sequence[int]) -> list[int]:
+    """Return how many characters each turn and those behind it have."""
+    sizes = [len(message.model_dump_json(exclude_none=True)) for message in messages]
+    behind = list(itertools.accumulate(reversed(sizes)))[::-1]
+    return [behind[turn] for turn in turns]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from services.gateway.delivery.stream import Delta, Usage
 from services.gateway.errors import ApiError
 from services.gateway.openai.bodies import AllowedChoice, ChatBody
 from services.gateway.openai.responses import (
+    GUESSES,
     ResponseEvents,
     ResponsesBody,
     chat_body,
@@ -209,7 +211,51 @@ def test_truncation_leaves_out_as_few_first_turns_as_it_can(turns: list[int], ro
     assert [message.content for message in kept[2:]] == [
         f"{number}.{at}" for number, size in enumerate(turns) for at in range(size) if number >= fitting[0]
     ]
-    assert len(tried) <= 2 + len(turns).bit_length()
+    assert len(tried) <= GUESSES + 1 + len(turns).bit_length()
+
+
+@given(st.lists(st.integers(1, 400), min_size=2, max_size=400), st.floats(0.05, 0.95))
+@settings(max_examples=60, deadline=None)
+def test_truncation_guesses_by_the_tokens_of_what_does_not_fit(sizes: list[int], share: float) -> None:
+    """Each try encodes a conversation."""
+    tried = list[int]()
+    most = int(share * sum(sizes))
+
+    async def make(chat: ChatBody) -> ChatBody:
+        tokens = sum(len(str(message.content)) for message in chat.messages)
+        tried.append(tokens)
+        if tokens > most:
+            error = ApiError(400, "too long", code="context_length_exceeded")
+            error.fits = most / tokens
+            raise error
+        return chat
+
+    chat = chat_body(body(input=[{"role": "user", "content": "x" * size} for size in sizes], truncation="auto"))
+    try:
+        kept = asyncio.run(truncated(chat, make)).messages
+    except ApiError:
+        assert sizes[-1] > most
+    else:
+        ends = list(accumulate(reversed(sizes)))
+        assert len(kept) == sum(end <= most for end in ends)
+        assert len(tried) <= GUESSES + 1 + len(sizes).bit_length()
+
+
+@pytest.mark.parametrize("turns", [2, 50, 4000])
+def test_truncation_tries_a_conversation_of_equal_turns_four_times(turns: int) -> None:
+    tried = list[int]()
+
+    async def make(chat: ChatBody) -> ChatBody:
+        tried.append(len(chat.messages))
+        if (tokens := 7 * len(chat.messages) + 20) > (most := 3 * turns + 25):
+            error = ApiError(400, "too long", code="context_length_exceeded")
+            error.fits = most / tokens
+            raise error
+        return chat
+
+    chat = chat_body(body(input=[{"role": "user", "content": "x" * 20}] * turns, truncation="auto"))
+    assert len(asyncio.run(truncated(chat, make)).messages) == max(1, (3 * turns + 5) // 7)
+    assert len(tried) <= 4
 
 
 def test_truncation_passes_other_faults_on() -> None:

@@ -418,7 +418,7 @@ def _finite(written: str) -> float:
 
 
 MOST_PARTS = 8192
-"""Brackets and commas in a list of calls, outside of texts. It is parsed at once, on the event loop: 0.15 s for these."""
+"""Brackets and commas in a list of calls, outside of texts. It is parsed at once, on the event loop: in 0.15 s."""
 
 
 class PythonicReader(Reader):

@@ -10,11 +10,13 @@ import pytest
 
 from services.gateway.delivery.response_store import ResponseStore, StoreOutcome
 from services.gateway.gateway import Gateway
+from shared.text import bounded_json
 from tests.integration.conftest import OTHER, TEXT
+from tests.integration.gateway.conftest import asgi
 from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import RedisServer
-from tests.support.stand_ins.scripted_scheduler import STOP, Line, ScriptedScheduler
+from tests.support.stand_ins.scripted_scheduler import STOP, Line, ScriptedScheduler, answering
 from tests.support.waiting import until
 
 
@@ -55,6 +57,31 @@ def test_response_that_is_not_stored_cannot_be_gone_on_from(
         respond(asking, gateway, previous_response_id=name)
     assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
     assert "send the conversation as input" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "is_stored"), [(6, 10, True), (7, 10, False), (1, 20, True), (1, 120, False)]
+)
+async def test_long_conversation_is_not_stored(
+    local_gateway: Gateway,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    size: int,
+    is_stored: bool,
+) -> None:
+    """It is parsed on the event loop whenever it is read. An item has three objects and lists, one is around all."""
+    monkeypatch.setattr(bounded_json, "MAX_CONTAINERS", 20)
+    most_bytes = 1000 if count > 1 else 100
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    items = [{"role": "user", "content": "x" * size}] * count
+    body = {"model": local_gateway.first.name, "input": items}
+    async with asgi(local_gateway) as client:
+        monkeypatch.setattr(local_gateway.settings, "max_body_bytes", most_bytes)  # of later applications
+        with answering(scheduler, lambda _: [50, 51], STOP):
+            made = (await client.post("/v1/responses", json=body)).json()
+    assert made["store"] is is_stored
+    assert redis_server.client.exists(local_gateway.settings.keys.response(made["id"])) == is_stored
 
 
 def test_response_without_its_end_cannot_be_gone_on_from(
