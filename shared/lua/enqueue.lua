@@ -69,7 +69,7 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   -- conversation that its gateway holds comes to Redis at its end.
   local bytes = #request + #prompts + #delivery + 2048 + kept_bytes + gateway_bytes
   -- The text of a grammar counts with the first request that has it.
-  local added = bytes + (grammar ~= '' and grammar_bytes(queue, grammar) == 0 and #text or 0)
+  local added = bytes + (grammar ~= '' and not grammar_bytes(queue, grammar) and #text or 0)
   local function exceeds(total, most) return most > 0 and total > 0 and total + added > most end
   local all_bytes = whole(redis.call('HGET', queue, 'bytes'), 0)
   local tenant_bytes = whole(redis.call('HGET', queue .. ':bytes', tenant), 0)

@@ -108,18 +108,20 @@ local function count_expired(queue, before, after)
   if future > 0 and future < KEPT_ROWS then set_back(kept) end
 end
 
--- Returns the bytes of a grammar's text that Redis has; 0 where it lacks the text.
+-- Returns the bytes that were counted for a grammar; nil where none were.
 local function grammar_bytes(queue, grammar)
-  return redis.call('HSTRLEN', queue .. ':grammars', 'text:' .. grammar)
+  return whole(redis.call('HGET', queue .. ':grammars', 'bytes:' .. grammar))
 end
 
 -- Counts one more request with a grammar. Its text lies in Redis once, however many requests have it, and its bytes are
--- counted with it. text: '' where Redis has it.
+-- counted once. text: '' of a request that came back; another text takes the place of one that no gateway wrote.
 local function add_grammar(queue, tenant, grammar, text)
   local grammars = queue .. ':grammars'
   count(grammars, 'requests:' .. grammar, 1)
-  if text ~= '' and grammar_bytes(queue, grammar) == 0 then
-    redis.call('HSET', grammars, 'text:' .. grammar, text)
+  if text == '' then return end
+  if redis.call('HGET', grammars, 'text:' .. grammar) ~= text then redis.call('HSET', grammars, 'text:' .. grammar, text) end
+  if not grammar_bytes(queue, grammar) then
+    redis.call('HSET', grammars, 'bytes:' .. grammar, #text)
     count_bytes(queue, tenant, #text)
   end
 end
@@ -128,8 +130,8 @@ end
 local function drop_grammar(queue, tenant, grammar)
   local grammars = queue .. ':grammars'
   if count(grammars, 'requests:' .. grammar, -1) > 0 then return end
-  count_bytes(queue, tenant, -grammar_bytes(queue, grammar))
-  redis.call('HDEL', grammars, 'requests:' .. grammar, 'text:' .. grammar)
+  count_bytes(queue, tenant, -math.max(0, grammar_bytes(queue, grammar) or 0))
+  redis.call('HDEL', grammars, 'requests:' .. grammar, 'text:' .. grammar, 'bytes:' .. grammar)
 end
 
 -- Adds a request to its stream and counts its bytes; returns the id of the entry. The entry carries what was counted, so

@@ -108,7 +108,9 @@ MUTANTS: dict[str, Plant] = {
     "lease-taken-twice": _script("lease", "if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end", ""),
     "started-counted-twice": _script("publish", "if record[2] and not record[1] then", "if record[2] then"),
     "bytes-not-counted-back": _script("lib", "count_bytes(queue, tenant, -bytes)\n  if grammar", "if grammar"),
-    "grammar-kept": _script("lib", "redis.call('HDEL', grammars, 'requests:' .. grammar, 'text:' .. grammar)", ""),
+    "grammar-kept": _script(
+        "lib", "redis.call('HDEL', grammars, 'requests:' .. grammar, 'text:' .. grammar, 'bytes:' .. grammar)", ""
+    ),
     "grammar-dropped-early": _script("lib", "count(grammars, 'requests:' .. grammar, -1) > 0", "false"),
     "grammar-not-sent": _code(wire, "_enter", "sampling.grammar = enter.request.grammar", ""),
     "bucket-not-refunded": _script("publish", "count(bucket, 'running', -1)", ""),

@@ -368,9 +368,7 @@ class Intake:
             key = self._keys.queue_grammars
             stored = await self._reply(key, "hget", f"text:{name}")
             found = None if stored is None else self._letters.read(key, stored, partial(_grammar, request.tenant, name))
-            if found is None:
-                if stored is not None:  # another text: the next request that brings the text writes it again
-                    await self._lease.write(["HDEL", key, f"text:{name}"])
+            if found is None:  # the next request that brings the text writes it again
                 raise ValueError("grammar: Redis has lost its text; send the request again")
             self._grammars[name] = found
             if len(self._grammars) > MOST_GRAMMARS:

@@ -245,7 +245,7 @@ async def test_bytes_of_a_deleted_stream_are_forgotten(client: Redis, scripts: S
 
 TEXT = b"t" * 5000
 """Of a grammar that lies apart from its requests."""
-FIELDS = [b"requests:sha256:a", b"text:sha256:a"]
+FIELDS = [b"requests:sha256:a", b"text:sha256:a", b"bytes:sha256:a"]
 
 
 def bound(**changes: Any) -> dict[str, Any]:
@@ -286,10 +286,10 @@ async def test_grammar_lies_in_redis_once_until_its_last_request_ends(client: Re
     epoch = await lease(scripts, "acquire")
     a, b = await enqueue_all(scripts, {"a": bound(), "b": bound()}, share=1.0)
     assert (a[0], b[0]) == (b"ok", b"ok")
-    assert await grammars(client) == dict(zip(FIELDS, [b"2", TEXT], strict=True))
+    assert await grammars(client) == dict(zip(FIELDS, [b"2", TEXT, b"5000"], strict=True))
     assert await counted(client) == (2 * SIZE + 5000, {b"alice": b"%d" % (2 * SIZE + 5000)})
     await ended(client, scripts, epoch, "a", a[1])
-    assert await grammars(client) == dict(zip(FIELDS, [b"1", TEXT], strict=True))
+    assert await grammars(client) == dict(zip(FIELDS, [b"1", TEXT, b"5000"], strict=True))
     await ended(client, scripts, epoch, "b", b[1])
     assert await grammars(client) == {}
     kept = int(await client.hget(KEYS.queue, "bytes") or 0)
@@ -318,7 +318,7 @@ async def test_scheduler_keeps_one_text_of_many_requests(client: Redis, scripts:
     assert second.request.grammar is first.request.grammar
 
 
-async def test_text_of_another_grammar_is_replaced_while_requests_wait(client: Redis, scripts: Scripts) -> None:
+async def test_text_of_another_grammar_is_replaced_by_the_next_request(client: Redis, scripts: Scripts) -> None:
     intake = await leading(client, scripts)
     text = "a" * 2000
     name = grammar_name("alice", text)
@@ -330,6 +330,36 @@ async def test_text_of_another_grammar_is_replaced_while_requests_wait(client: R
         answers += await intake.read([9, 9, 9, 9])
     assert [bool(item.error) for item in answers] == [True, False]
     assert answers[1].request.grammar == text
+
+
+async def test_requests_with_a_replaced_text_run(client: Redis, scripts: Scripts) -> None:
+    """The right text came before the scheduler looked."""
+    intake = await leading(client, scripts)
+    text = "a" * 2000
+    await enqueue_bound(scripts, "first", text)
+    await client.hset(KEYS.queue_grammars, f"text:{grammar_name('alice', text)}", "b" * 2000)
+    await enqueue_bound(scripts, "second", text)
+    assert [(item.error, item.request.grammar) for item in await intake.read([9, 9, 9, 9])] == [("", text)] * 2
+
+
+@pytest.mark.parametrize("way", ["deleted", "longer", "empty"])
+async def test_bytes_of_a_grammar_are_counted_back_as_they_were_counted(
+    client: Redis, scripts: Scripts, way: str
+) -> None:
+    """Whatever stands in the place of its text at the end."""
+    epoch = await lease(scripts, "acquire")
+    (a,) = await enqueue_all(scripts, {"a": bound()}, share=1.0)
+    if way == "deleted":
+        await client.hdel(KEYS.queue_grammars, FIELDS[1])
+    else:
+        await client.hset(KEYS.queue_grammars, FIELDS[1], TEXT * 2 if way == "longer" else b"")
+    (b,) = await enqueue_all(scripts, {"b": bound()}, share=1.0)
+    assert await counted(client) == (2 * SIZE + 5000, {b"alice": b"%d" % (2 * SIZE + 5000)})
+    assert (await grammars(client))[FIELDS[1]] == TEXT
+    await client.hset(KEYS.queue_grammars, FIELDS[1], b"other")
+    for name, entry in (("a", a[1]), ("b", b[1])):
+        await ended(client, scripts, epoch, name, entry)
+    assert (int(await client.hget(KEYS.queue, "bytes") or 0), await grammars(client)) == (0, {})
 
 
 @pytest.mark.parametrize("lost", ["grammar", "prompts"])
@@ -349,10 +379,10 @@ async def test_text_that_redis_lost_comes_again_with_the_next_request(client: Re
     await enqueue(scripts, "a", **bound())
     await client.hdel(KEYS.queue_grammars, FIELDS[1])
     await enqueue(scripts, "b", **bound())
-    assert await grammars(client) == dict(zip(FIELDS, [b"2", TEXT], strict=True))
+    assert await grammars(client) == dict(zip(FIELDS, [b"2", TEXT, b"5000"], strict=True))
     await client.hset(KEYS.queue_grammars, FIELDS[0], "no number")
     await enqueue(scripts, "c", **bound())
-    assert await grammars(client) == dict(zip(FIELDS, [b"1", TEXT], strict=True))
+    assert await grammars(client) == dict(zip(FIELDS, [b"1", TEXT, b"5000"], strict=True))
 
 
 async def test_grammars_of_deleted_streams_are_forgotten(client: Redis, scripts: Scripts) -> None:

@@ -216,7 +216,7 @@ class World:
         texts = {name.removeprefix(b"text:"): text for name, text in found.items() if name.startswith(b"text:")}
         assert texts.keys() == named.keys()
         assert {b"requests:" + name: b"%d" % count for name, count in named.items()}.items() <= found.items()
-        assert len(found) == 2 * len(named)
+        assert len(found) == 3 * len(named)
         stored = sum(int(row[b"bytes"]) for _, row in rows) + sum(map(len, texts.values()))
         assert int(queue.get(b"bytes", 0)) == int(await self.redis.hget(KEYS.queue_bytes, "alice") or 0) == stored
         assert int(await self.redis.hget(KEYS.bucket("alice"), "running") or 0) == len(live)
