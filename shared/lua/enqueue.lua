@@ -136,16 +136,18 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   return {'ok', entry, left_requests, left_tokens}
 end
 
--- A stream that was deleted leaves the counts of its entries and their grammars, and a deleted text leaves its bytes.
--- Without an entry in any stream nothing is held.
+-- A stream that was deleted leaves the counts of its entries and their grammars, and a request of which the record is
+-- gone leaves its tokens. Without an entry in any stream nothing waits or runs: whatever is counted is wrong.
 local function forget_lost()
-  local entries = redis.call('XLEN', queue .. ':kept')
   for _, class in ipairs({'realtime', 'high', 'normal', 'low'}) do
-    entries = entries + redis.call('XLEN', string.sub(queue, 1, -#'queue' - 1) .. 'requests:' .. class)
+    if redis.call('XLEN', string.sub(queue, 1, -#'queue' - 1) .. 'requests:' .. class) > 0 then return end
+    redis.call('HDEL', queue, 'tokens:' .. class)
   end
-  if entries > 0 then return end
+  redis.call('HDEL', queue, 'tokens', 'requests')
+  redis.call('DEL', queue .. ':tenants', queue .. ':grammars')
+  if redis.call('XLEN', queue .. ':kept') > 0 then return end
   redis.call('HDEL', queue, 'bytes')
-  redis.call('DEL', queue .. ':bytes', queue .. ':grammars')
+  redis.call('DEL', queue .. ':bytes')
 end
 
 count_expired(queue, now - KEPT_MS, now + KEPT_MS)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from redis.exceptions import ResponseError
 from starlette.types import Message
 
 from services.gateway import admission, request
@@ -22,6 +23,7 @@ from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.openai import completions
 from services.gateway.request import THREADS, Arrival
+from shared.keys import GROUP, Keys
 from tests.integration.gateway.conftest import asgi
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import PLAIN, RedisServer
@@ -143,8 +145,18 @@ async def test_chat_behind_a_crowd_of_chats_is_429(
         assert waits == sorted(set(waits)), "each has its place behind the last"
 
 
+def occupy(client: Any, keys: Keys) -> None:
+    """Let another shard run a request: counts of a queue without any are not believed."""
+    stream = keys.requests("low")
+    with contextlib.suppress(ResponseError):
+        client.xgroup_create(stream, GROUP, id="0", mkstream=True)
+    client.xadd(stream, {"r": b""})
+    client.xreadgroup(GROUP, "another", {stream: ">"})
+
+
 async def fill(gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let as many tokens wait as class low may have, at a rate that has room for a request at once."""
+    occupy(redis_server.client, gateway.settings.keys)
     redis_server.client.hset(gateway.settings.keys.queue, "tokens", 1_000_000)
     ScriptedScheduler(redis_server.client, gateway.settings.keys).stats(prefill_tok_s=1_000_000)
     await wait_until(lambda: gateway.cluster.snapshot is not None and gateway.cluster.snapshot.drain_tok_s)
@@ -249,6 +261,7 @@ async def test_crowd_is_refused_again_without_redis(
     local_gateway: Gateway, redis_server: RedisServer, begun: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "AGAIN_S", 60.0)
+    occupy(redis_server.client, local_gateway.settings.keys)
     redis_server.client.hset(local_gateway.settings.keys.queue, "tokens", 1_999_999)
     scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys)
     scheduler.stats(prefill_tok_s=100)
@@ -269,6 +282,7 @@ def shard(gateway: GatewayProcess) -> dict[str, str]:
 def test_full_queue_is_429_until_retry_after(
     gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
 ) -> None:
+    occupy(scheduler.client, gateway.keys)
     scheduler.client.hset(gateway.keys.queue, "tokens", 999)
     scheduler.stats(prefill_tok_s=70)
     until("the rate is known", lambda: shard(gateway).get("prefill_tok_s") == "70")

@@ -243,6 +243,32 @@ async def test_bytes_of_a_deleted_stream_are_forgotten(client: Redis, scripts: S
     assert await counted(client) == (SIZE, {b"alice": b"%d" % SIZE})
 
 
+@pytest.mark.parametrize("number", ["1000000", "-1000000", "x"])
+async def test_wrong_counts_of_the_queue_are_forgotten_once_it_is_empty(
+    client: Redis, scripts: Scripts, number: str
+) -> None:
+    """Else all requests would be refused until an operator deletes them."""
+    fields = ("tokens", "requests", "tokens:normal", "bytes")
+
+    async def spoil() -> None:
+        await client.hset(KEYS.queue, mapping=dict.fromkeys(fields, number))
+        await client.hset(KEYS.queue_tenants, "alice", number)
+
+    bounds = {"most": 100, "of_tenant": 100, "most_bytes": 1 << 20, "tenant_bytes": 1 << 20}
+    await spoil()
+    epoch = await lease(scripts, "acquire")
+    answer = await enqueue(scripts, "a", **bounds)
+    assert answer[0] == b"ok"
+    assert [await client.hget(KEYS.queue, field) for field in fields] == [b"10", b"1", b"10", b"%d" % SIZE]
+    assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10"}
+    await spoil()
+    await enqueue(scripts, "b", **bounds)
+    await ended(client, scripts, epoch, "a", answer[1])
+    await client.delete(KEYS.requests("normal"))
+    assert (await enqueue(scripts, "c", **bounds))[0] == b"ok"
+    assert [await client.hget(KEYS.queue, field) for field in fields] == [b"10", b"1", b"10", b"%d" % SIZE]
+
+
 TEXT = b"t" * 5000
 """Of a grammar that lies apart from its requests."""
 FIELDS = [b"requests:sha256:a", b"text:sha256:a", b"bytes:sha256:a"]

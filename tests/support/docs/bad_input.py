@@ -211,12 +211,17 @@ def ask_crowded(asked: Asked, scheduler: ScriptedScheduler, sent: Sent) -> Answe
     """The answer of a gateway to which Redis says that a million tokens wait or that requests hold ten million bytes,
     or the scheduler that they take 5 s."""
     queue, stream = asked.gateway.keys.queue, asked.gateway.keys.requests("low")
+    entry = scheduler.client.xadd(stream, {"r": b""})  # without an entry nothing waits, and nothing is held
+    try:
+        return _ask_crowded(asked, scheduler, sent, queue)
+    finally:
+        scheduler.client.xdel(stream, entry)
+
+
+def _ask_crowded(asked: Asked, scheduler: ScriptedScheduler, sent: Sent, queue: str) -> Answer:
     if "bytes" in sent.note:
         scheduler.client.hset(queue, mapping={"tokens": 0, "bytes": 10_000_000})
-        entry = scheduler.client.xadd(stream, {"r": b""})  # without an entry nothing is held
-        answer = asked.ask(sent)
-        scheduler.client.xdel(stream, entry)
-        return answer
+        return asked.ask(sent)
     late = isinstance(sent.body, dict) and not sent.body.keys().isdisjoint({"ttft_slo_ms", "deadline_ms"})
     if late:
         scheduler.stats(queued_tokens_normal=480, predicted_ttft_ms_normal=5000, prefill_tok_s=100)
