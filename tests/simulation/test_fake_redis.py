@@ -207,7 +207,7 @@ def play(both: Both, seed: int, calls: int) -> None:
             both.script("give", [KEYS.lease(owner), KEYS.queue], *args)
         elif name in held and kind == "drop" and draw.random() < 0.3:
             stream, entry, _ = held[name]
-            waiting = [draw.choice([0, 3]), stream.rpartition(":")[2], "alice"]
+            waiting = [draw.choice([0, 3]), stream.rpartition(":")[2], "alice", ""]
             both.script("drop", [lease, KEYS.queue], epoch, GROUP, stream, entry, *waiting)
         elif kind == "fenced":
             both.script("fenced", [lease, KEYS.events], epoch, 4, "HSET", KEYS.stats(shard), "n", draw.randrange(9))

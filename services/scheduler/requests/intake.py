@@ -287,8 +287,9 @@ class Intake:
                     continue
                 wire = self._letters.read(stream.decode(), fields, _request)
                 if entry_id == HIGHEST_ID:  # the script lets the stream go on behind the entry before
-                    self._letters.add(stream.decode(), entry_id, "an entry with the highest id")
-                    await self._drop(lease, stream.decode(), entry_id.decode())
+                    record = self._keys.req(wire.id) if wire is not None else ""
+                    if not await self._drop(lease, stream.decode(), entry_id.decode(), record=record):
+                        self._letters.add(stream.decode(), entry_id, "an entry with the highest id")
                 elif wire is None:
                     await self._drop(lease, stream.decode(), entry_id.decode())
                 elif wire.id not in held:
@@ -320,9 +321,14 @@ class Intake:
                 claimed.append(item if delivered else replace(item, delivered=False))
         return claimed
 
-    async def _drop(self, lease: Lease, stream: str, entry_id: str, queued: Sequence[Value] = (0, "", "")) -> None:
-        """Delete an entry. queued: prompt tokens that leave the queue with it, their class and tenant."""
-        await lease.fenced(self._scripts.drop, [self._keys.queue], [lease.text, GROUP, stream, entry_id, *queued])
+    async def _drop(
+        self, lease: Lease, stream: str, entry_id: str, queued: Sequence[Value] = (0, "", ""), record: str = ""
+    ) -> bool:
+        """Delete an entry. queued: prompt tokens that leave the queue with it, their class and tenant. record: of a
+        request with the highest id. Return whether that came back with another id.
+        """
+        arguments: list[Value] = [lease.text, GROUP, stream, entry_id, *queued, record]
+        return bool(await lease.fenced(self._scripts.drop, [self._keys.queue], arguments))
 
     async def _open(self, entry: Entry, enqueued_ms: int, gateway: str, cancelled: bool) -> Claimed:
         prompts = entry.request.prompts

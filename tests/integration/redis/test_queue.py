@@ -62,7 +62,7 @@ async def test_count_of_a_tenant_ends_with_its_last_waiting_request(client: Redi
         await enqueue(scripts, name, **changes)
     await client.delete(KEYS.req("r"))
     ((_, entry), *_) = await claim(client, scripts, epoch)
-    gone = [KEYS.requests("normal"), entry, 10, "normal", "alice"]
+    gone = [KEYS.requests("normal"), entry, 10, "normal", "alice", ""]
     for _ in range(2):  # a call that is repeated counts once
         await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, *gone])
     assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10", b"bob": b"7"}
@@ -75,7 +75,7 @@ async def test_entry_that_redis_lost_with_its_counts_is_not_counted_back(client:
     await enqueue(scripts, "r")
     ((_, entry), *_) = await claim(client, scripts, epoch)
     await client.delete(KEYS.req("r"), KEYS.requests("normal"), KEYS.queue, KEYS.queue_tenants, KEYS.queue_bytes)
-    rows = [KEYS.requests("normal"), entry, 10, "normal", "alice"]
+    rows = [KEYS.requests("normal"), entry, 10, "normal", "alice", ""]
     await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, *rows])
     assert await client.exists(KEYS.queue, KEYS.queue_tenants) == 0
 
@@ -289,10 +289,10 @@ async def leading(client: Redis, scripts: Scripts) -> Intake:
 
 
 async def enqueue_bound(scripts: Scripts, name: str, text: str) -> None:
-    """Enqueue a request of alice with a grammar that lies apart."""
+    """Enqueue a request of alice with a grammar that lies apart; with none where the text is empty."""
     wire = queue_pb2.Request(id=name, tenant="alice", n=1, max_tokens=1)
     wire.prompts.tokens.append(pack([5]))
-    wire.sampling.grammar = grammar_name("alice", text)
+    wire.sampling.grammar = grammar_name("alice", text) if text else ""
     await enqueue(scripts, name, request=wire.SerializeToString(), grammar=wire.sampling.grammar, text=text)
 
 
@@ -428,12 +428,40 @@ async def test_request_that_its_stream_refuses_leaves_no_count(client: Redis, sc
     assert await client.exists(KEYS.bucket("alice"), KEYS.prompt("a"), KEYS.req("a")) == 0
 
 
+@pytest.mark.parametrize("grammar", ["", "a" * 2000])
+async def test_request_with_the_highest_id_comes_back_with_another(
+    client: Redis, scripts: Scripts, grammar: str
+) -> None:
+    """A foreign entry before it had the id before. Its client would wait for ever."""
+    intake, stream, last = await leading(client, scripts), KEYS.requests("normal"), (1 << 64) - 1
+    await client.xadd(stream, {"x": "y"}, id=f"{last}-{last - 1}")
+    await enqueue_bound(scripts, "r", grammar)
+    assert await client.hget(KEYS.req("r"), "entry") == HIGHEST.encode()
+    before = await counted(client), await grammars(client), await client.hgetall(KEYS.queue)
+    assert await intake.read([9, 9, 9, 9]) == []
+    (item,) = await intake.read([9, 9, 9, 9])
+    assert (item.request.id, item.error, item.request.grammar) == ("r", "", grammar)
+    assert await client.hget(KEYS.req("r"), "entry") == item.entry.id.encode() != HIGHEST.encode()
+    assert (await counted(client), await grammars(client), await client.hgetall(KEYS.queue)) == before
+
+
+async def test_request_with_the_highest_id_behind_one_that_runs_is_dropped(client: Redis, scripts: Scripts) -> None:
+    intake, stream, last = await leading(client, scripts), KEYS.requests("normal"), (1 << 64) - 1
+    await client.xadd(stream, {"x": "y"}, id=f"{last}-{last - 2}")
+    for name in ("runs", "r"):
+        await enqueue_bound(scripts, name, "")
+    room = [80, 80, 80, 80]
+    assert [item.request.id for item in await intake.read(room)] == ["runs"]
+    assert await client.xlen(stream) == 1
+    assert (await enqueue(scripts, "next", tokens=1))[1] == HIGHEST.encode(), "the stream takes entries"
+
+
 async def test_stream_with_the_highest_id_goes_on_with_what_is_pending(client: Redis, scripts: Scripts) -> None:
     epoch, stream, entry = await claimed(client, scripts)
     await client.xadd(stream, {"x": "y"}, id=HIGHEST)
     await client.xreadgroup(GROUP, SHARD, {stream: ">"})
     assert (await enqueue(scripts, "a", tokens=1))[0] == b"error"
-    await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, stream, HIGHEST, 0, "normal", ""])
+    await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, stream, HIGHEST, 0, "normal", "", ""])
     answer = await enqueue(scripts, "a", tokens=1)
     assert answer[0] == b"ok"
     assert [name for name, _ in await client.xrange(stream)] == [entry.encode(), answer[1]]

@@ -93,7 +93,7 @@ async def test_smaller_epoch_writes_nothing(client: Redis, scripts: Scripts) -> 
         "claim": ([], [old, SHARD, KEYS.req("r")]),
         "release": ([KEYS.queue], [old, GROUP, *row, b"payload"]),
         "give": ([KEYS.queue], [old, GROUP, SHARD, "shard-1", *row]),
-        "drop": ([KEYS.queue], [old, GROUP, stream, entry, 10, "normal", "alice"]),
+        "drop": ([KEYS.queue], [old, GROUP, stream, entry, 10, "normal", "alice", ""]),
         "take_worker": (worker_keys("w"), [old, SHARD, KEYS.prefix, 0]),
         "give_worker": ([KEYS.worker("w")], [old, SHARD, 1]),
         "fenced": ([KEYS.stats(SHARD)], [old, 4, "HSET", KEYS.stats(SHARD), "a", 1]),
