@@ -88,6 +88,10 @@ SERVICE = "inference.GRPCInferenceService"
 MOST_CALLS = 4096
 TENANT_CALLS = MOST_CALLS // 2
 """Of one tenant, where there are keys of others."""
+MOST_MESSAGE_BYTES, MOST_PARAM = 2048, 256
+"""Of an error, which may quote its client. A client takes 8 KiB of metadata, in which a byte of a message takes up to
+three; with more the call ends with another error.
+"""
 MOST_OF_A_STREAM = 256
 """Requests of one stream that run at the same time; it is read on when one of them ended."""
 READ_BODIES = 2
@@ -318,8 +322,13 @@ class GrpcFront:
             code = STATUS.get(error.status, grpc.StatusCode.INTERNAL)
             status = code.name.lower()
             details = {"code": error.code, "param": error.param, "retry-after": error.headers.get("Retry-After")}
-            trailing = tuple((name, value) for name, value in details.items() if value and value.isascii())
-            await context.abort(code, error.message, trailing)
+            trailing = tuple(
+                (name, value)
+                for name, value in details.items()
+                if value and value.isascii() and len(value) <= MOST_PARAM
+            )
+            message = error.message.encode()[:MOST_MESSAGE_BYTES].decode("utf-8", "ignore")
+            await context.abort(code, message, trailing)
         except Exception:
             status = "internal"
             log.exception("%s failed", method)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import subprocess
@@ -17,7 +16,13 @@ import pytest
 from services.gateway.cluster import EVERY_S
 from services.gateway.gateway import Gateway
 from tests.integration.conftest import TEXT
-from tests.support.checkpoints.tokenizers import CONTEXT, write_model
+from tests.support.checkpoints.tokenizers import (
+    CONTEXT,
+    PANIC,
+    change_tokenizer,
+    write_model,
+    write_panicking_model,
+)
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import ROOT, RedisServer
 from tests.support.stand_ins.scripted_scheduler import STOP, ScriptedScheduler, answering
@@ -230,23 +235,12 @@ def refusal(model: Path, **settings: Any) -> str:
     return gateway.log()
 
 
-PANIC = "a" * 60 + "cc"
-"""The library gives up the search of SPLIT in it, with a panic."""
-SPLIT = {"type": "Split", "pattern": {"Regex": "(?:a|a)+c(?!c)"}, "behavior": "Isolated", "invert": False}
 MESSAGE = {"role": "user", "content": PANIC}
-
-
-def change(model: Path, **parts: Any) -> Path:
-    path = model / "tokenizer.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **parts}))
-    return model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_model(tmp_path_factory.mktemp("models") / "tiny")
-    before = json.loads((directory / "tokenizer.json").read_text())["pre_tokenizer"]
-    return change(directory, pre_tokenizer={"type": "Sequence", "pretokenizers": [SPLIT, before]})
+    return write_panicking_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.mark.parametrize(
@@ -275,7 +269,9 @@ def test_panic_refuses_one_request_and_the_next_is_answered(
 def test_gateway_does_not_start_with_an_unbounded_tokenizer(tmp_path: Path, redis_server: RedisServer) -> None:
     grow = {"type": "Replace", "pattern": {"Regex": "[ab]"}, "content": "a" * 100}
     step = {"type": "Sequence", "normalizers": [grow] * 5}
-    gateway = GatewayProcess(tmp_path, change(write_model(tmp_path / "m"), normalizer=step), redis_server.url).start()
+    gateway = GatewayProcess(
+        tmp_path, change_tokenizer(write_model(tmp_path / "m"), normalizer=step), redis_server.url
+    ).start()
     process = gateway.process
     assert process is not None
     try:

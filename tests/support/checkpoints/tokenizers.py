@@ -101,3 +101,21 @@ def write_model(directory: Path, tokenizer: Tokenizer | None = None, **tokenizer
     (directory / "config.json").write_text(json.dumps(model))
     (directory / "model.safetensors").write_bytes(b"\0")
     return directory
+
+
+def change_tokenizer(model: Path, **parts: Any) -> Path:
+    """Change parts of tokenizer.json of a model; return the model."""
+    path = model / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **parts}))
+    return model
+
+
+PANIC = "a" * 60 + "cc"
+"""The library gives up the search of SPLIT in it, with a panic."""
+SPLIT = {"type": "Split", "pattern": {"Regex": "(?:a|a)+c(?!c)"}, "behavior": "Isolated", "invert": False}
+
+
+def write_panicking_model(directory: Path) -> Path:
+    """As `write_model`, with SPLIT in its tokenizer."""
+    before = json.loads((write_model(directory) / "tokenizer.json").read_text())["pre_tokenizer"]
+    return change_tokenizer(directory, pre_tokenizer={"type": "Sequence", "pretokenizers": [SPLIT, before]})

@@ -25,7 +25,7 @@ from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, TEXT, add_key
 from tests.integration.gateway.conftest import in_process
 from tests.support import generations
-from tests.support.checkpoints.tokenizers import token_ids
+from tests.support.checkpoints.tokenizers import PANIC, token_ids, write_panicking_model
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
@@ -209,6 +209,35 @@ def test_a_message_that_is_none_of_the_protocol_is_refused(gateway: GatewayProce
             channel.unary_unary(f"/{SERVICE}/ModelInfer")(b"\xff", metadata=METADATA, timeout=30)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "Traceback" not in gateway.log()
+
+
+def test_error_that_quotes_much_of_its_client_arrives(gateway: GatewayProcess, stub: GRPCInferenceServiceStub) -> None:
+    """A client takes a bounded number of bytes of metadata."""
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.ModelInfer(request_of(gateway, "The", **{"x" * 9000: True}), metadata=METADATA, timeout=30)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert ("code", "unknown_parameter") in refused.value.trailing_metadata()
+
+
+def test_panic_of_the_tokenizer_refuses_one_call_and_the_next_is_answered(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    port, model = free_port(), write_panicking_model(tmp_path / "panics")
+    with (
+        led_gateway(tmp_path, model, redis_server, grpc_port=port) as (own, scheduler),
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stub = GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError, match="cannot be tokenized by this model's tokenizer") as refused:
+            stub.ModelInfer(request_of(own, PANIC), timeout=60)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert ("code", "tokenizer_failed") in refused.value.trailing_metadata()
+        (answer,) = stub.ModelStreamInfer(iter([request_of(own, "ac", PANIC)]), timeout=60)
+        assert "cannot be tokenized" in answer.error_message
+        waiting = stub.ModelInfer.future(request_of(own, "ac", max_tokens=2), timeout=60)
+        scheduler.serve(scheduler.claim(), [50, 51])
+        assert outputs(waiting.result())["finish_reason"] == ["length"]
+        assert "Traceback" not in own.log()
 
 
 @pytest.mark.parametrize("place", [lambda request: request, lambda request: request.inputs[0]], ids=["own", "tensor"])
