@@ -335,6 +335,9 @@ def test_installations_use_the_constraints() -> None:
     for line in re.findall(r"(?:image|PYTHON_IMAGE): .*", (ROOT / "compose.yaml").read_text()):
         version = re.search(r":(?:v|-.*:)?(\d+\.\d+\.\d+)", line)
         assert version or "orcinus-" in line, line
+    front = re.search(r"AS front\n(.*?)\nFROM ", (ROOT / "deploy" / "Dockerfile").read_text(), re.DOTALL)
+    assert front is not None and '"haproxy=${HAPROXY_VERSION}"' in front[1]
+    assert re.search(r"^ARG HAPROXY_VERSION=\d+\.\d+\.\d+-", front[1], re.MULTILINE)
 
 
 def test_stages_of_the_dockerfile_exist_and_carry_the_kernels() -> None:
