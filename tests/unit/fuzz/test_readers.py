@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import orjson
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import assume, example, given, settings
@@ -331,6 +332,7 @@ FRAGMENTS = [
     "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>",
     "function<｜tool▁sep｜>f", "<｜tool▁sep｜>", "\n```json\n", "{}", "functions.f:0", "<|tool_call_argument_begin|>",
     "[f(", "a=", "1", ")", "'", "<|python_start|>", "<|python_end|>",
+    '{"name": "f\\ud83d', "\\ud83d", "\\udc0b",
     '"parameters": {"a": [1, "}"]}', "}", "]", "[", ",", ";", '"', "\\", " ", "\n", " \n" * 40, "<|python_tag|>", "🐋",
 ]  # fmt: skip
 
@@ -345,6 +347,7 @@ def test_fragments_of_calls_are_read_the_same_at_every_cut(
     use = ToolUse(kind, ("f",), parallel, forced)
     found = read_calls(use, [text])
     assert all(call.id and call.name for call in found[1])
+    assert orjson.dumps([found[0], *(call.body() for call in found[1])]), "a client can read it"
     assert found[1] or not forced, "a call has to come"
     for at in range(len(text) + 1):
         assert read_calls(use, [text[:at], text[at:]]) == found

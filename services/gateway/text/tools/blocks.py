@@ -107,6 +107,7 @@ class BlockReader(Reader):
         match self._at:
             case _At.OBJECT:
                 self._argue_object(len(self._held))
+                self._argue(self._object.flush())
                 self.cut = not self._object.ended
             case _At.VALUE:
                 self._cut_value()
@@ -214,8 +215,7 @@ class BlockReader(Reader):
     def _argue_object(self, size: int) -> int:
         """Take so many characters for the object; return how many belong to it."""
         used, arguments = self._object.feed(self._held[:size])
-        if arguments:
-            self._argue(arguments)
+        self._argue(arguments)
         return used
 
     def _read_object(self) -> bool:
@@ -224,6 +224,7 @@ class BlockReader(Reader):
         size = end if end >= 0 else len(self._held) - overlap(self._held, closing)
         used = self._argue_object(size)
         if not self._object.ended and end >= 0:  # no JSON, which is for the client to see
+            self._argue(self._object.flush())
             return self._end_call(end + len(closing))
         self._held = self._held[used:]
         self._at = _At.REST if self._object.ended else _At.OBJECT
@@ -279,7 +280,7 @@ class BlockReader(Reader):
         part, self._held = self._held[:size], self._held[size:]
         if not self._is_text_value:
             self._value.append(part)
-        elif part:
+        else:
             self._argue(_written(part)[1:-1])
 
     def _end_value(self) -> None:

@@ -26,6 +26,48 @@ from services.gateway.text.tools.formats import CLOSINGS, OPENINGS, PYTHON_TAG, 
 ARGUMENTS = ("arguments", "parameters")
 BLANKS = " \t\n\r"
 BLANK = re.compile(r"\s*")
+_BEGINS_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_LOW_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_REPLACED = "\\ufffd"
+
+
+class Escapes:
+    """The characters of JSON strings in; the same out, but halves of surrogate pairs alone are replaced.
+
+    No UTF-8 can hold such a half: clients could read it, and never send it back.
+    """
+
+    def __init__(self) -> None:
+        self._escape = ""  # not whole
+        self._half = ""  # a first half, before it is known whether the second follows
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether something is held back."""
+        return bool(self._escape or self._half)
+
+    def feed(self, char: str) -> str:
+        """Return the characters that are certain now."""
+        if self._escape or char == "\\":
+            self._escape += char
+            if _BEGINS_ESCAPE.fullmatch(self._escape):
+                return ""
+            char, self._escape = self._escape, ""
+        half, self._half = self._half, ""
+        if half and _LOW_HALF.fullmatch(char):
+            return half + char
+        lone = _REPLACED if half else ""
+        if _HIGH_HALF.fullmatch(char):
+            self._half = char
+            return lone
+        return lone + (_REPLACED if _LOW_HALF.fullmatch(char) else char)
+
+    def flush(self) -> str:
+        """Return the rest, where nothing more comes."""
+        rest = (_REPLACED if self._half else "") + self._escape
+        self._escape = self._half = ""
+        return rest
 
 
 class CallObject:
@@ -47,6 +89,7 @@ class CallObject:
         self._quoted = self._escaped = False
         self._waiting: list[str] = []  # arguments that came before the name
         self._has_arguments = False
+        self._escapes = Escapes()
         self._is_alone = bool(name)
         if name:
             self._place, self._key = "value", ARGUMENTS[0]
@@ -67,6 +110,10 @@ class CallObject:
             return used, ""
         shown, self._waiting = [*self._waiting, *gained], []
         return used, "".join(shown)
+
+    def flush(self) -> str:
+        """Return the rest of the arguments of a call that is cut."""
+        return self._escapes.flush() if self.name else ""
 
     def _take(self, char: str, gained: list[str]) -> None:
         if self._place == "value":
@@ -109,7 +156,8 @@ class CallObject:
             self._written = [char]
         if self._key in ARGUMENTS:
             self._has_arguments = True
-            gained.append(char)
+            is_plain = not self._quoted or (char != "\\" and not self._escapes.is_open)
+            gained.append(char if is_plain else self._escapes.feed(char))
         if self._quoted:
             if self._ends_string(char) and self._depth == 0:
                 self._end_value()
@@ -267,7 +315,8 @@ class Reader(ABC):
 
     def _argue(self, arguments: str) -> None:
         """Add to the arguments of the last call."""
-        self._out.append(CallPiece(self.calls - 1, "", "", arguments))
+        if arguments:
+            self._out.append(CallPiece(self.calls - 1, "", "", arguments))
 
     def _skip_blanks(self) -> str:
         rest = self._held.lstrip()
@@ -314,7 +363,9 @@ class ToolReader(Reader):
             self._say(self._held)
         elif self._at is not _At.BEHIND and self._at is not _At.OVER:
             self._say("".join(self._raw) + ("" if self._at is _At.OBJECT else self._held))
-        self.cut |= self._at is _At.OBJECT and bool(self._object.name) and not self._object.has_whole_arguments
+        if self._at is _At.OBJECT:
+            self._argue(self._object.flush())
+            self.cut |= bool(self._object.name) and not self._object.has_whole_arguments
 
     def _go_on(self) -> bool:
         match self._at:
@@ -400,7 +451,7 @@ class ToolReader(Reader):
         if call.name and not has_begun and not (bare and call.name not in self._use.names):
             self._begin_call(call.name)
             has_begun = True
-        if has_begun and arguments:
+        if has_begun:
             self._argue(arguments)
         if call.failed or call.ended or (bare and call.name and not has_begun):
             if not has_begun:

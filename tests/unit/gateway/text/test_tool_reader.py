@@ -41,6 +41,8 @@ K_SECTION, K_OPEN, K_ARGS, K_CLOSE, K_END = (
     for name in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
 )
 DEEP = '<tool_call>{"name": ' + "[" * 3000 + "]" * 3000 + "}</tool_call>"
+HALF, HALVES = r"\udC0b", r"\ud83D\ud83d\udc0b\uD83d\\\udc0b \\ud83d \ud83d\n \u12"
+HALVED = r"""{"\ufffd": "\ufffd\ud83d\udc0b\ufffd\\\ufffd \\ud83d \ufffd\n \u12"}"""
 LONE = '<tool_call>{"name": "\\ud800", "arguments": {}}'
 """With a name that UTF-8 cannot hold, and so no answer either."""
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -65,6 +67,12 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
     ("hermes", '<tool_call>{"na', '<tool_call>{"na', []),
     ("hermes", CALL, CALL, []),
+    ("hermes", f'<tool_call>{{"name": "add", "arguments": {{"{HALF}": "{HALVES}"}}}}', "", [("add", HALVED)]),
+    ("hermes", f'<tool_call>{{"arguments": {{"{HALF}": "{HALVES}"}}, "name": "add"}}', "", [("add", HALVED)]),
+    ("hermes", r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d\ud8', "", [("add", r'{"a": "\ufffd\ud8')]),
+    ("mistral", f'[TOOL_CALLS]add[ARGS]{{"{HALF}": "{HALVES}"}}', "", [("add", HALVED)]),
+    ("channels", f'<|channel|>functions.add<|message|>{{"{HALF}": "{HALVES}"}}<|call|>', "", [("add", HALVED)]),
+    ("kimi-k2", rf'{K_OPEN}add:0{K_ARGS}{{"a": "\ud83d\u{K_CLOSE}', "", [("add", r'{"a": "\ufffd\u')]),
     ("llama3", LLAMA, "", [WEATHER]),
     ("llama3", f"\n {LLAMA} ; {LLAMA}", "", [WEATHER, WEATHER]),
     ("llama3", f"<|python_tag|>{LLAMA}", "", [WEATHER]),
