@@ -14,6 +14,7 @@ import orjson
 from starlette.types import Send
 
 from shared.errors import OrcinusError
+from shared.messages import shorten
 from shared.text.grammars import NOT_FOLLOWED
 from shared.text.tokenizer import EncodersError, TokenizerError
 
@@ -43,6 +44,10 @@ MESSAGES_TYPES = {
 """Of Anthropic's API; what is not here is an api_error from 500 on, an invalid_request_error below."""
 
 
+MOST_MESSAGE = 2048
+MOST_PARAM = 256
+"""Characters of what an error says: names of fields come from clients, and may have megabytes."""
+
 NO_THREADS = "thread_unsupported_request"
 """The code by which Anthropic's clients know that they have to send whole conversations."""
 
@@ -65,10 +70,10 @@ class ApiError(OrcinusError):
         retry_after_s: float | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        self.message = shorten(message, MOST_MESSAGE)
+        super().__init__(self.message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.param = None if param is None else shorten(param, MOST_PARAM)
         self.code = code
         self.retry_after_s = retry_after_s
         self.headers = dict(headers or {})

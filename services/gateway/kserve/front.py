@@ -88,7 +88,7 @@ SERVICE = "inference.GRPCInferenceService"
 MOST_CALLS = 4096
 TENANT_CALLS = MOST_CALLS // 2
 """Of one tenant, where there are keys of others."""
-MOST_MESSAGE_BYTES, MOST_PARAM = 2048, 256
+MOST_MESSAGE_BYTES = 2048
 """Of an error, which may quote its client. A client takes 8 KiB of metadata, in which a byte of a message takes up to
 three; with more the call ends with another error.
 """
@@ -323,9 +323,7 @@ class GrpcFront:
             status = code.name.lower()
             details = {"code": error.code, "param": error.param, "retry-after": error.headers.get("Retry-After")}
             trailing = tuple(
-                (name, value)
-                for name, value in details.items()
-                if value and value.isascii() and len(value) <= MOST_PARAM
+                (name, value) for name, value in details.items() if value and value.isascii() and value.isprintable()
             )
             message = error.message.encode()[:MOST_MESSAGE_BYTES].decode("utf-8", "ignore")
             await context.abort(code, message, trailing)

@@ -15,10 +15,10 @@ import orjson
 from google.protobuf.message import DecodeError
 
 from protos import kserve_pb2 as kserve
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import MOST_PARAM, ApiError, invalid
 from services.gateway.openai.bodies import parse_json
 from shared.keys import CLASSES
-from shared.messages import quote
+from shared.messages import quote, shorten
 
 INPUTS = (("text_input", "BYTES", (-1,)), ("sampling_parameters", "BYTES", (1,)), ("stream", "BOOL", (1,)))
 OUTPUTS = (("text_output", "BYTES", (-1,)), ("finish_reason", "BYTES", (-1,)))
@@ -74,7 +74,7 @@ def fields_of(request: kserve.ModelInferRequest) -> dict[str, Any]:
             if name in OVER_HTTP:
                 raise invalid(name, f"{name} is not a parameter over gRPC", "unsupported_parameter")
             if name in fields:
-                raise invalid(name, f"{name} is given twice", "invalid_value")
+                raise invalid(name, f"{shorten(name, MOST_PARAM)} is given twice", "invalid_value")
             fields[name] = value
     return fields
 
@@ -210,7 +210,7 @@ def body_of(fields: dict[str, Any]) -> bytes:
     """
     for name, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise invalid(name, f"{name} must be a finite number; got {value}")
+            raise invalid(name, f"{shorten(name, MOST_PARAM)} must be a finite number; got {value}")
     return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
 
 

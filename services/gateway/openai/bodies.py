@@ -31,13 +31,13 @@ from starlette.requests import ClientDisconnect, Request
 
 from protos import queue_pb2
 from services.gateway.auth import Caller
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import MOST_PARAM, ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
 from services.gateway.request import ARRIVAL, Arrival, GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
-from shared.messages import quote
+from shared.messages import quote, shorten
 from shared.text import bounded_json
 from shared.text.logprobs import MOST as MOST_LOGPROBS
 from shared.text.logprobs import prompt_record_bytes, record_bytes
@@ -630,7 +630,7 @@ def _refusal(error: ValidationError) -> ApiError:
     param = ""
     for part in location:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
-    place = param
+    place = shorten(param, MOST_PARAM)
     if location and location[0] != "messages":  # the field is enough; the message names the item
         param = str(location[0])
     if first["type"] == "extra_forbidden":

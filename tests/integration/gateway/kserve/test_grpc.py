@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import queue
 import signal
 import socket
@@ -253,6 +254,28 @@ def test_message_with_too_many_parameters_is_refused_unread(
             call = channel.stream_unary(f"/{SERVICE}/{method}")
             call(iter([request.SerializeToString()]), metadata=METADATA, timeout=30)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("name", ["\N{WHALE}" * 9_000, "%" * 9_000, "a\nb"])
+def test_parameter_with_a_bad_name_is_refused_with_a_status(
+    gateway: GatewayProcess, stub: GRPCInferenceServiceStub, name: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.ModelInfer(request_of(gateway, "The", **{name: 1}), metadata=METADATA, timeout=30)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert ("code", "unknown_parameter") in (refused.value.trailing_metadata() or ())
+
+
+@pytest.mark.parametrize("name", ["x" * 9_000, "\N{WHALE}" * 9_000, "a\nb"])
+def test_parameter_with_a_bad_name_that_is_given_twice_is_refused_with_a_status(
+    gateway: GatewayProcess, stub: GRPCInferenceServiceStub, name: str
+) -> None:
+    request = request_of(gateway, "The", raw=False, **{name: 1})
+    request.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+    request.inputs[1].contents.bytes_contents.append(json.dumps({name: 1}).encode())
+    with pytest.raises(grpc.RpcError, match="is given twice") as refused:
+        stub.ModelInfer(request, metadata=METADATA, timeout=30)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_a_call_without_its_message_ends_after_a_time(
