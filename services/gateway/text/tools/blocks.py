@@ -1,4 +1,4 @@
-"""Read tool calls that stand in blocks between two marks, or are written as Python.
+"""Read tool calls that stand in blocks between two marks.
 
     qwen3-coder  <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
     glm-4.5      <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
@@ -7,18 +7,16 @@
     kimi-k2      <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>, perhaps between
                  <|tool_calls_section_begin|> and <|tool_calls_section_end|>
     channels     <|channel|>functions.f<|message|>{"a": 1}<|call|>, as reasoning.py writes calls of gpt-oss
-    pythonic     [f(a=1), g()] - and nothing before it
 
 As in reader.py the output is a function of the text so far, however it was cut. A block that does not begin as a call
 does stays text, with its marks. From the first brace or parameter on it is a call, and its arguments are told while
 they come: objects as they are written, up to the closing mark; of the first two formats each value when it ends, and
 texts while they come. A value is text where the schema of its parameter says so (`ToolUse.texts`), else JSON, else
-text after all. A list in Python is told when it is whole: until then it may be no list of calls.
+text after all.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -27,22 +25,14 @@ from enum import Enum, auto
 from typing import Any
 
 from services.gateway.request import ToolUse
-from services.gateway.text.tools.formats import BLOCKS, PYTHON_START
-from services.gateway.text.tools.reader import BLANK, CallObject, Reader, ToolReader, overlap
+from services.gateway.text.tools.formats import BLOCKS
+from services.gateway.text.tools.pythonic import PythonicReader
+from services.gateway.text.tools.reader import BLANK, NAME, CallObject, Reader, ToolReader, overlap, to_json
 
-PYTHON_END = "<|python_end|>"
 _UNDECIDED = re.compile(r"[^{>]*")
 """In a block that begins as a call does: all heads end in one of these, and all closing marks."""
 MOST_HEAD = 1024
 """More characters than a match of HEADS has. In a block with so many and no head, only the closing mark decides."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A whole call. arguments: JSON."""
-
-    name: str
-    arguments: str
 
 
 def reader_of(use: ToolUse, request_id: str, choice: int) -> Reader:
@@ -246,7 +236,7 @@ class BlockReader(Reader):
         if pair.eats_line_break and begin.end() == len(self._held) and not begin[0].endswith("\n"):
             return False  # a line break may come, which is none of the value's
         self._is_text_value = f"{self._object.name}.{begin[1]}" in self._use.texts
-        self._argue(("," if self._has_pairs else "{") + f"{' ' * self._has_pairs}{_written(begin[1])}: ")
+        self._argue(("," if self._has_pairs else "{") + f"{' ' * self._has_pairs}{to_json(begin[1])}: ")
         if self._is_text_value:
             self._argue('"')
         self._has_pairs, self._value = True, []
@@ -281,10 +271,10 @@ class BlockReader(Reader):
         if not self._is_text_value:
             self._value.append(part)
         else:
-            self._argue(_written(part)[1:-1])
+            self._argue(to_json(part)[1:-1])
 
     def _end_value(self) -> None:
-        self._argue('"' if self._is_text_value else _written(_value("".join(self._value))))
+        self._argue('"' if self._is_text_value else to_json(_value("".join(self._value))))
 
     def _cut_value(self) -> None:
         """End a value behind which nothing comes any more. It is whole where only the marks behind it are missing."""
@@ -315,13 +305,12 @@ class BlockReader(Reader):
         return super()._is_text()
 
 
-_NAME = r"[\w.-]{1,64}"
 NAMED = {
-    "qwen3-coder": re.compile(rf"\s*<function=({_NAME})>"),
-    "glm-4.5": re.compile(rf"\s*({_NAME})\s*[\n<]"),
-    "deepseek-v3": re.compile(rf"\s*(?:function<｜tool▁sep｜>)?({_NAME})\s*[\n<]"),
-    "channels": re.compile(rf"({_NAME})<"),
-    "kimi-k2": re.compile(rf"\s*(?:functions\.)?({_NAME}?)(?::\d{{1,9}})?\s*<"),
+    "qwen3-coder": re.compile(rf"\s*<function=({NAME})>"),
+    "glm-4.5": re.compile(rf"\s*({NAME})\s*[\n<]"),
+    "deepseek-v3": re.compile(rf"\s*(?:function<｜tool▁sep｜>)?({NAME})\s*[\n<]"),
+    "channels": re.compile(rf"({NAME})<"),
+    "kimi-k2": re.compile(rf"\s*(?:functions\.)?({NAME}?)(?::\d{{1,9}})?\s*<"),
 }
 """The name of a call at the beginning of a block."""
 BEGINS = {
@@ -334,21 +323,21 @@ BEGINS = {
 """Matches at the beginning of a block that may become a call."""
 _BLANKS = r"\s{0,64}"
 HEADS = {
-    "qwen3-coder": re.compile(rf"{_BLANKS}<function=({_NAME})>{_BLANKS}(?=<parameter=[^>\n]{{1,256}}>)"),
-    "glm-4.5": re.compile(rf"{_BLANKS}({_NAME}){_BLANKS}(?=<arg_key>[^<]{{0,256}}</arg_key>{_BLANKS}<arg_value>)"),
+    "qwen3-coder": re.compile(rf"{_BLANKS}<function=({NAME})>{_BLANKS}(?=<parameter=[^>\n]{{1,256}}>)"),
+    "glm-4.5": re.compile(rf"{_BLANKS}({NAME}){_BLANKS}(?=<arg_key>[^<]{{0,256}}</arg_key>{_BLANKS}<arg_value>)"),
     "deepseek-v3": re.compile(
-        rf"{_BLANKS}(?:function<｜tool▁sep｜>({_NAME}){_BLANKS}```json|({_NAME}){_BLANKS}<｜tool▁sep｜>){_BLANKS}(?={{)"
+        rf"{_BLANKS}(?:function<｜tool▁sep｜>({NAME}){_BLANKS}```json|({NAME}){_BLANKS}<｜tool▁sep｜>){_BLANKS}(?={{)"
     ),
-    "channels": re.compile(rf"({_NAME})<\|message\|>{_BLANKS}(?={{)"),
+    "channels": re.compile(rf"({NAME})<\|message\|>{_BLANKS}(?={{)"),
     "kimi-k2": re.compile(
-        rf"{_BLANKS}(?P<id>(?:functions\.)?(?P<name>{_NAME}?)(?::\d{{1,9}})?){_BLANKS}"
+        rf"{_BLANKS}(?P<id>(?:functions\.)?(?P<name>{NAME}?)(?::\d{{1,9}})?){_BLANKS}"
         rf"<\|tool_call_argument_begin\|>{_BLANKS}(?={{)"
     ),
 }
 """The head of a call up to its arguments. Blanks are bounded, so that looking again costs little."""
 BARE = {
-    "qwen3-coder": re.compile(rf"\s*<function=({_NAME})>\s*</function>\s*"),
-    "glm-4.5": re.compile(rf"\s*({_NAME})\s*"),
+    "qwen3-coder": re.compile(rf"\s*<function=({NAME})>\s*</function>\s*"),
+    "glm-4.5": re.compile(rf"\s*({NAME})\s*"),
 }
 """Blocks of calls without arguments."""
 
@@ -392,12 +381,6 @@ MOST_END = 512
 _WORDS = {"True": True, "False": False, "None": None}
 
 
-def _written(values: Any) -> str:
-    """Return JSON that UTF-8 can hold: surrogates that escapes left are joined to pairs, lone ones replaced."""
-    written = json.dumps(values, ensure_ascii=False, allow_nan=False)
-    return written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
 def _value(written: str) -> Any:
     try:
         return json.loads(written, parse_constant=_no_constant, parse_float=_finite)
@@ -416,148 +399,3 @@ def _finite(written: str) -> float:
     if math.isinf(value):
         raise ValueError(written)
     return value
-
-
-MOST_PARTS = 8192
-"""Brackets and commas in a list of calls, outside of texts. It is parsed at once, on the event loop: in 0.15 s."""
-
-
-class PythonicReader(Reader):
-    """The text of one choice in; a list of calls in Python out, if the text begins with one."""
-
-    def __init__(self, use: ToolUse, request_id: str, choice: int) -> None:
-        super().__init__(use, request_id, choice)
-        self._may_begin = True
-        self._is_behind = False  # the list was read, the mark behind it not
-        self._looked = 0  # so much of the text was looked through for the end of the list
-        self._end = 0  # of the list, once it was seen
-        self._depth = self._parts = 0
-        self._quote = ""
-        self._escaped = False
-
-    def _go_on(self) -> bool:
-        if self._is_behind:
-            rest = self._skip_blanks()
-            if len(rest) < len(PYTHON_END) and PYTHON_END.startswith(rest):
-                return False
-            self._raw, self._held, self._is_behind = [], rest.removeprefix(PYTHON_END), False
-        if not self._may_begin:
-            if self._use.parallel or not self.calls:
-                self._say(self._held)
-            self._held = ""
-            return False
-        start = _BEGINS_LIST.match(self._held)
-        if start is None:
-            return self._is_plain()
-        if start[1] is None:
-            return self._wait(BLANK.fullmatch)  # the head of a list is not there yet
-        begin = start.start(1)
-        if not self._end:
-            self._looked = begin
-            if self._stays_in_list(self._held[begin:]):
-                return self._wait(self._stays_in_list)
-        is_short = self._parts <= MOST_PARTS
-        calls = python_calls(self._held[begin : self._end], self._use.names) if is_short else None
-        if calls is None:
-            return self._is_plain()
-        for call in calls if self._use.parallel else calls[:1]:
-            self._begin_call(call.name)
-            self._argue(call.arguments)
-        self._held = self._held[self._end :]
-        self._may_begin, self._is_behind = False, True
-        return True
-
-    def _finish(self) -> None:
-        if self._use.forced:
-            if not self.calls:
-                named = _FIRST_NAME.match(self._held)
-                names = self._use.names
-                name = named[1] if named is not None and named[1] in names else names[0] if len(names) == 1 else ""
-                if name:
-                    self._begin_call(name)
-                    self.cut = True
-        elif self._use.parallel or not self.calls:
-            self._say(self._held)
-
-    def _is_plain(self) -> bool:
-        self._may_begin = False
-        return True
-
-    def _stays_in_list(self, text: str) -> bool:
-        """Look through more text for the end of the list. Return whether it has not ended."""
-        for at, char in enumerate(text, self._looked + 1):
-            if self._quote:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == self._quote:
-                    self._quote = ""
-            elif char in "\"'":
-                self._quote = char
-            elif char == ",":
-                self._parts += 1
-            elif char in "[({":
-                self._depth += 1
-                self._parts += 1
-            elif char in "])}":
-                self._depth -= 1
-                if self._depth <= 0:
-                    self._end = at
-                    return False
-        self._looked += len(text)
-        return True
-
-
-_START = re.escape(PYTHON_START)
-_START_CUT = "|".join(re.escape(PYTHON_START[:size]) for size in range(len(PYTHON_START) - 1, 0, -1))
-_BEGINS_LIST = re.compile(
-    rf"\s*(?:{_START}\s*)?(?:(\[\s*{_NAME}\s*\()|(?:\[\s*(?:{_NAME}\s*)?)?\Z)|\s*(?:{_START_CUT})\Z"
-)
-"""The head of a list of calls (group 1), or what may become one."""
-_FIRST_NAME = re.compile(rf"\s*(?:{_START}\s*)?\[\s*({_NAME})\s*\(")
-
-
-def python_calls(written: str, names: tuple[str, ...]) -> list[Call] | None:
-    """Return the calls of a list such as `[f(a=1), g()]`; None where it is none, or calls what may not be called."""
-    try:
-        tree = ast.parse(written.strip(), mode="eval").body
-        if not isinstance(tree, ast.List) or not tree.elts:
-            return None
-        calls = [_python_call(node) for node in tree.elts]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    return calls if all(call.name in names for call in calls) else None
-
-
-def _python_call(node: ast.expr) -> Call:
-    """Raise ValueError for what is no call with named arguments that are literals."""
-    if not isinstance(node, ast.Call) or node.args:
-        raise ValueError("no call")
-    values = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            raise ValueError("no name")
-        values[keyword.arg] = _literal(keyword.value)
-    return Call(ast.unparse(node.func), _written(values))
-
-
-def _literal(node: ast.expr) -> Any:
-    match node:
-        case ast.Constant(value=bool() | int() | float() | str() | None as value):
-            return value
-        case ast.Name(id="true" | "false" | "null" as word):
-            return {"true": True, "false": False, "null": None}[word]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [_literal(element) for element in elements]
-        case ast.Dict(keys=keys, values=values):
-            return {_key(key): _literal(value) for key, value in zip(keys, values, strict=True)}
-    raise ValueError("no literal")
-
-
-def _key(node: ast.expr | None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    raise ValueError("no key")

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from services.gateway.request import ToolUse
 from services.gateway.text.tools.formats import CLOSINGS, OPENINGS, PYTHON_TAG, SEPARATORS
@@ -26,6 +27,8 @@ from services.gateway.text.tools.formats import CLOSINGS, OPENINGS, PYTHON_TAG, 
 ARGUMENTS = ("arguments", "parameters")
 BLANKS = " \t\n\r"
 BLANK = re.compile(r"\s*")
+NAME = r"[\w.-]{1,64}"
+"""Of a function, in a pattern."""
 _BEGINS_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _LOW_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
@@ -478,6 +481,14 @@ class ToolReader(Reader):
     def _is_text(self) -> bool:
         self._listed, self._at = False, _At.TEXT
         return super()._is_text()
+
+
+def to_json(value: Any) -> str:
+    """Return JSON that UTF-8 can hold: surrogates that escapes left are joined to pairs, lone ones replaced. Raise
+    ValueError for a number that JSON has not.
+    """
+    written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def overlap(text: str, opening: str) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 
 from services.gateway.request import ToolUse
-from services.gateway.text.tools.blocks import MOST_PARTS, reader_of
+from services.gateway.text.tools.blocks import reader_of
+from services.gateway.text.tools.pythonic import MOST_LISTED
 from services.gateway.text.tools.reader import CallObject, CallPiece, merged
 from tests.support.generations import bytes_of_one_more, read_calls
 
@@ -45,6 +47,18 @@ HALF, HALVES = r"\udC0b", r"\ud83D\ud83d\udc0b\uD83d\\\udc0b \\ud83d \ud83d\n \u
 HALVED = r"""{"\ufffd": "\ufffd\ud83d\udc0b\ufffd\\\ufffd \\ud83d \ufffd\n \u12"}"""
 LONE = '<tool_call>{"name": "\\ud800", "arguments": {}}'
 """With a name that UTF-8 cannot hold, and so no answer either."""
+WRITTEN = r"""[add(a='''it's''', b=r'\d', c='\x41\
+\d' "b", d=(1,), e=(0x1_F), f={'k': ()}, # no [
+ class=.5e1,),]"""
+READ = r"""{"a": "it's", "b": "\\d", "c": "A\\db", "d": [1], "e": 31, "f": {"k": []}, "class": 5.0}"""
+"""One call with the literals of Python, and its arguments."""
+BAD = [
+    "a=f'x'", "a=b'x'", "a=007", "a=1e999", "a=1 2", "a=1 'x'", "a='x' 1", "a=[1}", "a=,", "a", "=1", "a=b=1",
+    "a={'x'}", "a={1: 2}", "a={x: 2}", "a=[b=1]", "a={b=1}", "a=x", "a=[1][0]", "a='\n'", "**a", "a=*b", "a=(,)",
+    "a=1)(", "a=1+1", r"a='\xz'", r"a='\N{NO SUCH NAME}'", "a=" + "9" * 5_000, "a=" + "[" * 300 + "]" * 300,
+    "a=1), (b=2",
+]  # fmt: skip
+"""Arguments of a call in Python that are no literals by their names."""
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "no call at all \n", "no call at all \n", []),
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
@@ -162,6 +176,10 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     ("pythonic", " <|python_start|>[add(a=true)]<|python_end|>", "", [("add", '{"a": true}')]),
     ("pythonic", r'[add(a="\ud83d\udc0b \ud83d")]', "", [("add", '{"a": "🐋 �"}')]),
+    ("pythonic", WRITTEN, "", [("add", READ)]),
+    *(("pythonic", f"[add({bad})]", f"[add({bad})]", []) for bad in BAD),
+    ("pythonic", "[add(), 1]", "[add(), 1]", []),
+    ("pythonic", "[add(),, add()]", "[add(),, add()]", []),
     ("pythonic", "[add(1)]", "[add(1)]", []),
     ("pythonic", "[add(a=__import__('os'))]", "[add(a=__import__('os'))]", []),
     ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
@@ -245,6 +263,8 @@ HOSTILE = {
     "qwen: marks where a head may come": ("qwen3-coder", f"<tool_call><function=add>{'> ' * 50_000}</tool_call>"),
     "kimi: braces where a head may come": ("kimi-k2", f"{K_OPEN}add:0<{'{ ' * 50_000}{K_CLOSE}"),
     "pythonic: brackets in a text": ("pythonic", f"[add(a='{'])} ' * 50_000}')]"),
+    "pythonic: fields of a text": ("pythonic", f"[add(a=f'{'{1}' * 500_000}')]"),
+    "pythonic: levels": ("pythonic", f"[add(a={'[' * 500_000})]"),
     "qwen: blanks at the beginning": ("qwen3-coder", "<tool_call>" + BLANKS),
     "qwen: blanks around the head": ("qwen3-coder", f"<tool_call>{' ' * 256_000}<function=add>{BLANKS}no"),
 }  # fmt: skip
@@ -259,12 +279,30 @@ def test_hostile_block_takes_work_in_proportion_to_its_size(kind: str, text: str
     assert read([text[at : at + 32] for at in range(0, len(text), 32)], kind) == (content, calls)
 
 
-def test_list_of_calls_in_python_is_text_beyond_a_bound_of_its_parts() -> None:
-    """It is parsed at once, and an event loop waits for it."""
-    short, long = (f"[add(a=[{'1,' * count}])]" for count in (MOST_PARTS - 3, MOST_PARTS - 2))
-    assert [name for name, _ in read([short], "pythonic")[1]] == ["add"]
-    assert read([long], "pythonic") == (long, [])
-    assert read([f"[add(a='{'1,' * MOST_PARTS}')]"], "pythonic")[1], "a text is one part"
+def test_list_of_calls_in_python_is_text_beyond_a_bound_of_calls() -> None:
+    """They are all told at once, and an event loop waits for it."""
+    most, more = (f"[{', '.join(['add(a=1)'] * count)}]" for count in (MOST_LISTED, MOST_LISTED + 1))
+    assert read([most], "pythonic")[1] == [("add", '{"a": 1}')] * MOST_LISTED
+    assert read([more], "pythonic") == (more, [])
+
+
+@pytest.mark.parametrize("begun", ["[add(a=[" + "'x', -1, " * 2_000 + "])", "[" + "add(a='x'), " * 1_000])
+def test_end_of_a_list_of_calls_in_python_takes_no_work_for_its_length(begun: str) -> None:
+    """The list is read while it comes: its end is no long turn of the event loop."""
+    reader, steps = reader_of(ToolUse("pythonic", NAMES, parallel=False), "r", 0), 0
+
+    def count(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+
+    reader.feed(begun)
+    sys.setprofile(count)
+    try:
+        _, calls = reader.feed("]")
+    finally:
+        sys.setprofile(None)
+    assert [call.name for call in calls if call.name] == ["add"]
+    assert steps < 300
 
 
 @pytest.mark.timeout(60)
