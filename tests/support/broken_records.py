@@ -189,8 +189,8 @@ class Borders:
         request, out, whole = "", "", b""
 
         def is_refused() -> bool:
-            """Ask for the answer again. The gateway may have its tokens for a moment yet; behind a change of the salt the
-            key names another request.
+            """Ask for the answer again. The gateway may have its tokens for a moment yet, and behind a change of the
+            salt the key names another request.
             """
             nonlocal request, out, whole
             if request:
