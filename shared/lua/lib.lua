@@ -13,11 +13,10 @@ local function real(text, default)
   return default
 end
 
--- Adds to a counter in a hash and returns it. A counter that is not a whole number was written by no service: it starts
--- anew.
+-- Adds to a counter in a hash and returns it. One that is not a whole number, or below 0, is wrong: it starts anew.
 local function count(key, field, delta)
   local held = redis.pcall('HINCRBY', key, field, delta)
-  if type(held) == 'table' then
+  if type(held) == 'table' or held < 0 then
     held = math.max(0, delta)
     redis.call('HSET', key, field, held)
   end
@@ -69,7 +68,7 @@ local function count_bytes(queue, tenant, bytes)
   if bytes == 0 then return end
   local tenants = queue .. ':bytes'
   if count(tenants, tenant, bytes) <= 0 then redis.call('HDEL', tenants, tenant) end
-  if count(queue, 'bytes', bytes) < 0 then redis.call('HSET', queue, 'bytes', 0) end
+  count(queue, 'bytes', bytes)
 end
 
 -- Counts a request that waits no more.

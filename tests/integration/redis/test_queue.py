@@ -269,6 +269,20 @@ async def test_wrong_counts_of_the_queue_are_forgotten_once_it_is_empty(
     assert [await client.hget(KEYS.queue, field) for field in fields] == [b"10", b"1", b"10", b"%d" % SIZE]
 
 
+async def test_counts_of_the_queue_stay_above_zero(client: Redis, scripts: Scripts) -> None:
+    """Below it, more requests would wait than the bounds allow."""
+    fields = ("tokens", "requests", "tokens:normal")
+    epoch = await lease(scripts, "acquire")
+    answer = await enqueue(scripts, "a")
+    await client.hset(KEYS.queue, mapping={"tokens": 2, "requests": 0, "tokens:normal": -7})
+    await ended(client, scripts, epoch, "a", answer[1])
+    assert [await client.hget(KEYS.queue, field) for field in fields] == [b"0"] * 3
+    await enqueue(scripts, "b")
+    await client.hset(KEYS.queue, mapping=dict.fromkeys(fields, -1000))
+    await enqueue(scripts, "c")
+    assert [await client.hget(KEYS.queue, field) for field in fields] == [b"10", b"1", b"10"]
+
+
 TEXT = b"t" * 5000
 """Of a grammar that lies apart from its requests."""
 FIELDS = [b"requests:sha256:a", b"text:sha256:a", b"bytes:sha256:a"]
