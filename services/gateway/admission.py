@@ -91,6 +91,7 @@ a piece of `BodyLimit`.
 """
 TOKEN_BYTES = 4
 MANY_REREADS = "too_many_answers"
+MANY_BODIES = "too_many_bodies"
 TURNS = 4
 """Requests that begin in one round of the event loop. In the same round it accepts connections, reads heads and bodies
 and delivers tokens, so these wait for that many new requests, and not for a crowd of them.
@@ -568,7 +569,7 @@ def conversations() -> HeldBytes:
 
 
 def bodies(max_body_bytes: int) -> HeldBytes:
-    return HeldBytes("bodies that come in", BODIES * max_body_bytes, RETRY, "too_many_bodies")
+    return HeldBytes("bodies that come in", BODIES * max_body_bytes, RETRY, MANY_BODIES)
 
 
 Hold = Callable[[int], None]

@@ -11,10 +11,11 @@ only when the message has come. So a client without a key could hold all of MOST
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from protos import kserve_pb2 as kserve
+from services.gateway.admission import MANY_BODIES, HeldBytes
 from services.gateway.auth import Caller
 from services.gateway.delivery.stream import Generation
 from services.gateway.errors import RETRY, ApiError, invalid, too_big
@@ -92,8 +94,16 @@ MOST_MESSAGE_BYTES = 2048
 """Of an error, which may quote its client. A client takes 8 KiB of metadata, in which a byte of a message takes up to
 three; with more the call ends with another error.
 """
+MOST_STREAMS = 256
+"""Calls of ModelStreamInfer, each of which may bring a message at any time; a tenant may have half, as above."""
+AT_ONCE_S = 2.0
+"""A message that takes longer counts as the longest among the bodies that come in: gRPC does not say how much of it is
+there.
+"""
 MOST_OF_A_STREAM = 256
 """Requests of one stream that run at the same time; it is read on when one of them ended."""
+MOST_ID = 1024
+"""Characters; each answer repeats them."""
 READ_BODIES = 2
 """Messages up to so many times the limit of a body are read, and refused here with a message and a code. At longer
 ones gRPC ends the call without them."""
@@ -109,6 +119,35 @@ STATUS = {
     503: grpc.StatusCode.UNAVAILABLE,
 }
 Context: TypeAlias = grpc.aio.ServicerContext
+
+
+@dataclass(slots=True)
+class Inference:
+    """A request. head: what its answers repeat; the message goes once it is read, as the request may wait for long."""
+
+    head: kserve.ModelInferRequest
+    message: kserve.ModelInferRequest | None
+
+    @classmethod
+    def of(cls, data: bytes) -> Inference:
+        """Raise DecodeError."""
+        message = read_request(data)
+        head = kserve.ModelInferRequest(model_name=message.model_name, id=message.id)
+        for output in message.outputs[: len(OUTPUTS)]:
+            head.outputs.add(name=output.name)
+        return cls(head, message)
+
+    def take(self, most_bytes: int) -> dict[str, Any]:
+        """Return the fields of the message, and drop it. Raise ApiError(400, 404, 413)."""
+        message, self.message = self.message, None
+        assert message is not None, "a message is read once"
+        if (size := message.ByteSize()) > most_bytes:
+            raise too_big(most_bytes, f"{size} bytes")
+        if len(message.id) > MOST_ID:
+            text = f"id has {len(message.id)} characters; this server accepts at most {MOST_ID}"
+            raise invalid("id", text, "invalid_value")
+        check_outputs(message)
+        return fields_of(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +166,16 @@ class GrpcFront:
         self._gateway = gateway
         self._calls: Counter[str] = Counter()  # of each tenant
         self.settings = settings = gateway.settings
+        self._longest = READ_BODIES * settings.max_body_bytes
+        self._streams = HeldBytes("messages of streams", MOST_STREAMS * self._longest, RETRY, MANY_BODIES)
         chain, key = settings.tls_cert, settings.tls_key
         self._certificate = Certificate(chain, key) if chain is not None and key is not None else None
         options = [
-            ("grpc.max_receive_message_length", READ_BODIES * settings.max_body_bytes),
+            ("grpc.max_receive_message_length", self._longest),
             ("grpc.max_metadata_size", settings.max_header_bytes),
             ("grpc.max_allowed_incoming_connections", settings.max_connections),
             ("grpc.max_connection_idle_ms", 1000 * settings.idle_connection_s),
+            ("grpc.http2.bdp_probe", 0),  # else what comes in of a message that is not read yet grows with the network
             ("grpc.server_handshake_timeout_ms", int(1000 * settings.read_timeout_s)),
             ("grpc.keepalive_time_ms", 10_000),  # the death of a client's machine is noticed
             ("grpc.keepalive_timeout_ms", 5_000),
@@ -172,11 +214,11 @@ class GrpcFront:
     def _handlers(self) -> grpc.GenericRpcHandler:
         """Return how each method of the protocol is served."""
         open_methods = {"ServerLive": self._is_live, "ServerReady": self._is_ready, "ServerMetadata": self._metadata}
-        methods: dict[str, tuple[type[Message], Callable[[Call, Context], Awaitable[None]]]] = {
+        methods: dict[str, tuple[type[Message | Inference], Callable[[Call, Context], Awaitable[None]]]] = {
             "ModelReady": (kserve.ModelReadyRequest, self._one(self._is_model_ready)),
             "ModelMetadata": (kserve.ModelMetadataRequest, self._one(self._model_metadata)),
-            "ModelInfer": (kserve.ModelInferRequest, self._one(self._infer)),
-            "ModelStreamInfer": (kserve.ModelInferRequest, self._stream),
+            "ModelInfer": (Inference, self._one(self._infer)),
+            "ModelStreamInfer": (Inference, self._stream),
         }
         handlers = {
             name: _handler(partial(self._answer_all, answer), kserve.ServerLiveRequest)
@@ -210,20 +252,27 @@ class GrpcFront:
         """Return how a method of one request and one answer is served."""
 
         async def serve(call: Call, context: Context) -> None:
-            await context.write(await answer(await self._request(context), call))
+            await context.write(await answer(await self._request(call, context), call))
 
         return serve
 
-    async def _request(self, context: Context) -> Message:
-        """Return the request of a call. Raise ApiError(400, 408)."""
+    async def _request(self, call: Call, context: Context) -> Message | Inference:
+        """Return the request of a call. Raise ApiError(400, 408, 429, 503)."""
         patience_s = self._gateway.settings.read_timeout_s
+        reading = asyncio.ensure_future(context.read())
         try:
             async with asyncio.timeout(patience_s):
-                request = await context.read()
+                await asyncio.wait([reading], timeout=AT_ONCE_S)
+                with contextlib.ExitStack() as held:
+                    if not reading.done():
+                        held.callback(self._gateway.bodies.hold(call.caller, self._longest))
+                    request = await reading
         except TimeoutError:
             text = f"request incomplete after {patience_s:g} s; send it in less time"
             raise ApiError(408, text, code="request_timeout") from None
-        if not isinstance(request, Message):
+        finally:
+            await end(reading)
+        if not isinstance(request, Message | Inference):
             raise invalid(None, "the call ended without a request; send one message", "invalid_value")
         return request
 
@@ -247,29 +296,31 @@ class GrpcFront:
             outputs=[tensor(name=name, datatype=kind, shape=shape) for name, kind, shape in OUTPUTS],
         )
 
-    async def _infer(self, request: kserve.ModelInferRequest, call: Call) -> kserve.ModelInferResponse:
+    async def _infer(self, request: Inference, call: Call) -> kserve.ModelInferResponse:
         """Return the whole answer to one request."""
         generation = await self.begin(request, call, streams=False)
         try:
-            return await whole_answer(request, generation)
+            return await whole_answer(request.head, generation)
         finally:
             generation.close()
 
     async def _stream(self, call: Call, context: Context) -> None:
         """Answer in pieces, each with the id of its request; a request that fails ends alone."""
-        await _Stream(self, context, call).run()
+        release = self._streams.hold(call.caller, self._longest)
+        try:
+            await _Stream(self, context, call).run()
+        finally:
+            release()
 
-    async def begin(self, request: kserve.ModelInferRequest, call: Call, streams: bool) -> Generation:
+    async def begin(self, request: Inference, call: Call, streams: bool) -> Generation:
         """Return the request, checked and enqueued. Raise ApiError; the Generation must be closed."""
         started = time.monotonic()
         gateway = self._gateway
-        if (size := request.ByteSize()) > gateway.settings.max_body_bytes:
-            raise too_big(gateway.settings.max_body_bytes, f"{size} bytes")
-        check_outputs(request)
-        fields = {"stream": streams, **fields_of(request)}
+        fields = {"stream": streams, **request.take(gateway.settings.max_body_bytes)}
         if fields["stream"] and not streams:
             raise invalid("stream", "ModelInfer returns one response; use ModelStreamInfer to stream")
         raw = body_of(fields)
+        del fields
         value = parse_object(raw)
         arrival = Arrival.of(value, raw, call.caller, started)
         await wait_for_turn(gateway, value.get("model"), call.caller, arrival)
@@ -280,6 +331,7 @@ class GrpcFront:
             raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
         spec.traceparent, spec.content = call.traceparent, arrival.content
         refusal = choose_adapter(model, spec)
+        del raw, value, body  # the request may wait for long, with the spec alone
         return await model.admission.begin(spec, call.caller, started, refusal=refusal)
 
     def _call(self, context: Context) -> Call:
@@ -335,9 +387,11 @@ class GrpcFront:
             self._gateway.metrics.answers.labels(f"grpc/{method}", status).inc()
 
 
-def _handler(serve: Callable[[Any, Context], Awaitable[None]], kind: type[Message]) -> grpc.RpcMethodHandler:
+def _handler(
+    serve: Callable[[Any, Context], Awaitable[None]], kind: type[Message | Inference]
+) -> grpc.RpcMethodHandler:
     """Return the handler of a method. serve: gets the requests, of this kind, and the context."""
-    read = read_request if kind is kserve.ModelInferRequest else kind.FromString
+    read = Inference.of if issubclass(kind, Inference) else kind.FromString
     return grpc.stream_stream_rpc_method_handler(serve, read, _written)
 
 
@@ -363,19 +417,16 @@ class _Stream:
         """Serve until the client has sent all and read all. Raise ApiError when it does not read, or sends nothing."""
         try:
             async with self._idle, asyncio.TaskGroup() as group:
-                async for request in self._requests():
+                await self._room.acquire()
+                while isinstance(request := await self._context.read(), Inference):
                     self._begin()
-                    await self._room.acquire()
                     group.create_task(self._serve(request))
+                    await self._room.acquire()  # a message that cannot be begun is not read
         except TimeoutError:
             text = "stream: no request came in time and none runs; call again when there is one"
             raise ApiError(408, text, code="request_timeout") from None
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-
-    async def _requests(self) -> AsyncIterator[kserve.ModelInferRequest]:
-        while isinstance(request := await self._context.read(), kserve.ModelInferRequest):
-            yield request
 
     def _begin(self) -> None:
         self._running += 1
@@ -386,23 +437,23 @@ class _Stream:
         if not self._running:
             self._idle.reschedule(asyncio.get_running_loop().time() + self._idle_s)
 
-    async def _serve(self, request: kserve.ModelInferRequest) -> None:
+    async def _serve(self, request: Inference) -> None:
         try:
             await self._answer(request)
         except ApiError as error:
-            await self._refuse(request, error)
+            await self._refuse(request.head, error)
         except Exception:
             log.exception("a request of a stream failed")
             await self._refuse(
-                request, ApiError(500, "internal error; see the log of the gateway", code="internal_error")
+                request.head, ApiError(500, "internal error; see the log of the gateway", code="internal_error")
             )
         finally:
             self._room.release()
             self._end()
 
-    async def _answer(self, request: kserve.ModelInferRequest) -> None:
+    async def _answer(self, request: Inference) -> None:
         generation = await self._front.begin(request, self._call, streams=True)
-        sending = asyncio.create_task(self._send(request, generation))
+        sending = asyncio.create_task(self._send(request.head, generation))
         cutting = asyncio.create_task(generation.stream.cut.wait())
         try:
             await asyncio.wait({sending, cutting}, return_when=asyncio.FIRST_COMPLETED)

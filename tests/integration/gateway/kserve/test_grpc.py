@@ -9,8 +9,9 @@ import queue
 import signal
 import socket
 import struct
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import pytest
 from deploy import certs
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
+from services.gateway.admission import BODIES
+from services.gateway.gateway import Gateway
 from services.gateway.kserve import front
-from services.gateway.kserve.tensors import MOST_FIELDS
+from services.gateway.kserve.tensors import MOST_FIELDS, fields_of
 from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, TEXT, add_key
 from tests.integration.gateway.conftest import in_process
@@ -30,7 +33,7 @@ from tests.support.checkpoints.tokenizers import PANIC, token_ids, write_panicki
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
-from tests.support.waiting import free_port, until
+from tests.support.waiting import free_port, until, wait_until
 
 Request = kserve.ModelInferRequest
 METADATA = (("authorization", f"Bearer {KEY}"),)
@@ -261,7 +264,7 @@ def test_parameter_with_a_bad_name_is_refused_with_a_status(
     gateway: GatewayProcess, stub: GRPCInferenceServiceStub, name: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        stub.ModelInfer(request_of(gateway, "The", **{name: 1}), metadata=METADATA, timeout=30)
+        stub.ModelInfer(request_of(gateway, "The", raw=True, **{name: 1}), metadata=METADATA, timeout=30)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert ("code", "unknown_parameter") in (refused.value.trailing_metadata() or ())
 
@@ -309,19 +312,103 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-async def test_one_tenant_leaves_calls_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "TENANT_CALLS", 2)
+@contextlib.asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[tuple[Gateway, RedisServer, grpc.aio.Channel, str, str]]:
+    """Run a gateway and its front in this process, with keys of alice and bob. Keys bind all gateways of a Redis."""
     port = free_port()
     async with contextlib.AsyncExitStack() as running:
-        redis = running.enter_context(RedisServer(tmp_path / "redis"))  # of its own: its keys bind all its gateways
-        settings = GatewaySettings(model=tmp_path / "m", redis_url=redis.url, grpc_port=port)
+        redis = running.enter_context(RedisServer(folder / "redis"))
+        settings = GatewaySettings(model=folder / "m", redis_url=redis.url, grpc_port=port)
         ScriptedScheduler(redis.client, settings.keys).lead()
         alice, bob = (add_key(redis, settings.keys, tenant) for tenant in ("alice", "bob"))
         gateway = await running.enter_async_context(in_process(settings, generations.model()))
-        serving = front.GrpcFront(gateway)
-        running.push_async_callback(serving.stop, 0)
-        await serving.start()
+        grpc_front = front.GrpcFront(gateway)
+        running.push_async_callback(grpc_front.stop, 0)
+        await grpc_front.start()
         channel = await running.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+        yield gateway, redis, channel, alice, bob
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+async def test_waiting_request_does_not_hold_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    read: list[Request] = []
+
+    def keep(message: Request) -> dict[str, Any]:
+        read.append(message)
+        return fields_of(message)
+
+    monkeypatch.setattr(front, "fields_of", keep)
+    async with serving(tmp_path) as (gateway, redis, channel, alice, _), asyncio.timeout(60):
+        keys = gateway.settings.keys
+        request = Request(model_name=gateway.settings.served_model_name)
+        tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+        tensor.contents.bytes_contents.append(b"a")
+        call = channel.stream_stream(f"/{SERVICE}/{method}")(
+            iter([request.SerializeToString()]), metadata=(("x-api-key", alice),)
+        )
+        await wait_until(lambda: redis.client.hget(keys.queue, "requests") == b"1")
+        assert len(read) == 1
+        holders = sys.getrefcount(read[0])
+        assert holders == 2, "the list of this test and the argument"
+        call.cancel()
+
+
+async def test_messages_that_come_slowly_are_bounded_for_a_tenant_and_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "AT_ONCE_S", 0.05)
+    async with serving(tmp_path) as (gateway, _, channel, alice, bob), asyncio.timeout(60):
+
+        def begin(key: str) -> grpc.aio.StreamStreamCall[Any, Any]:
+            return channel.stream_stream(f"/{SERVICE}/ModelReady")(metadata=(("x-api-key", key),))
+
+        of_tenant = BODIES // 2 // front.READ_BODIES
+        slow = [begin(alice) for _ in range(of_tenant)]
+        longest = front.READ_BODIES * gateway.settings.max_body_bytes
+        await wait_until(lambda: gateway.bodies.held_bytes == of_tenant * longest)
+        refused = begin(alice)
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await refused.trailing_metadata())["code"] == "too_many_bodies"
+        slow += [begin(bob) for _ in range(of_tenant)]
+        await wait_until(lambda: gateway.bodies.held_bytes == 2 * of_tenant * longest)
+        for call in slow:
+            call.cancel()
+        await wait_until(lambda: not gateway.bodies.held_bytes)
+
+
+async def test_streams_are_bounded_for_a_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "MOST_STREAMS", 4)
+    async with serving(tmp_path) as (_, _, channel, alice, bob), asyncio.timeout(60):
+
+        def begin(key: str) -> grpc.aio.StreamStreamCall[Any, Any]:
+            return GRPCInferenceServiceStub(channel).ModelStreamInfer(metadata=(("x-api-key", key),))
+
+        calls = [begin(alice) for _ in range(3)]
+        codes = [asyncio.create_task(call.code()) for call in calls]
+        ended, _ = await asyncio.wait(codes, return_when=asyncio.FIRST_COMPLETED)
+        assert [code.result() for code in ended] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+        other = begin(bob)
+        await other.done_writing()
+        assert await other.code() is grpc.StatusCode.OK
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(codes)
+
+
+def test_request_with_a_long_id_is_refused(gateway: GatewayProcess, stub: GRPCInferenceServiceStub) -> None:
+    request = request_of(gateway, "The")
+    request.id = "x" * (front.MOST_ID + 1)
+    with pytest.raises(grpc.RpcError, match="id has 1025 characters") as refused:
+        stub.ModelInfer(request, metadata=METADATA, timeout=30)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_one_tenant_leaves_calls_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "TENANT_CALLS", 2)
+    async with serving(tmp_path) as (gateway, _, channel, alice, bob):
+        settings = gateway.settings
         stub = GRPCInferenceServiceStub(channel)
 
         def ready(key: str) -> Any:
