@@ -126,7 +126,7 @@ class Inference:
     """A request. head: what its answers repeat; the message goes once it is read, as the request may wait for long."""
 
     head: kserve.ModelInferRequest
-    message: kserve.ModelInferRequest | None
+    message: kserve.ModelInferRequest
 
     @classmethod
     def of(cls, data: bytes) -> Inference:
@@ -139,8 +139,7 @@ class Inference:
 
     def take(self, most_bytes: int) -> dict[str, Any]:
         """Return the fields of the message, and drop it. Raise ApiError(400, 404, 413)."""
-        message, self.message = self.message, None
-        assert message is not None, "a message is read once"
+        message, self.message = self.message, kserve.ModelInferRequest()
         if (size := message.ByteSize()) > most_bytes:
             raise too_big(most_bytes, f"{size} bytes")
         if len(message.id) > MOST_ID:
