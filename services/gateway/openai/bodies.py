@@ -804,7 +804,7 @@ def check_length(least: int, limits: Limits, param: str) -> None:
 def _too_long(param: str, text: str, tokens: int, most: int) -> ApiError:
     """Return the 400 for a prompt of more tokens than `most`."""
     error = invalid(param, text, "context_length_exceeded")
-    error.fits = max(1, most) / tokens
+    error.fits = max(1, most) / max(1, tokens)
     return error
 
 

@@ -20,10 +20,12 @@ from services.gateway.openai.bodies import (
     DetokenizeBody,
     ScheduledBody,
     TokenizeBody,
+    check_output,
     parse_body,
     parse_json,
 )
 from services.gateway.openai.responses import ResponsesBody
+from services.gateway.request import Limits
 from shared.text.bounded_json import MAX_CONTAINERS, MAX_MEMBERS
 from tests.support.generations import rows
 
@@ -232,3 +234,10 @@ def test_error_is_short_where_a_name_is_long(body: dict[str, Any]) -> None:
     assert len(refused.value.param or "") <= MOST_PARAM and len(refused.value.message) <= MOST_MESSAGE
     assert len(refused.value.json()) <= 2 * MOST_MESSAGE
     assert refused.value.message.startswith(("Unrecognized request argument", "Invalid value"))
+
+
+def test_output_longer_than_the_context_is_refused_behind_an_empty_prompt() -> None:
+    """A template may render nothing."""
+    with pytest.raises(ApiError, match="requested 11 tokens") as refused:
+        check_output(11, 0, 10, Limits(max_model_len=10), "max_tokens")
+    assert refused.value.status == 400
