@@ -64,16 +64,14 @@ class Placement:
         self._fits = Fits(self)
         self._identity = SameIdentity()
         self._adapter = AdapterNotRefused(self)
-        self._role = Role(self)
-        self._rules: tuple[Rule, ...] = (
-            self._quarantine, self._fits, self._identity, self._adapter, OpenPolicy(state), KVReadable(self),
-            self._role,
-        )  # fmt: skip
+        self._open, self._readable, self._role = OpenPolicy(), KVReadable(self), Role(self)
+        self._state = state
+        self.rules: list[Rule] = []  # those that can refuse a sequence now
 
     @property
     def constraints(self) -> list[Constraint[StepBuilder]]:
         """New constraints of one replica, without its price."""
-        return [OwesStep(), Permitted(self._rules)]
+        return [OwesStep(), Permitted(self)]
 
     @property
     def chooses(self) -> bool:
@@ -91,10 +89,21 @@ class Placement:
         self.fed = {other.number for other in others if any(feeds(owner, other) for owner in prefill)}
         if not any(replica.number == self.dock and self.confined_fitting(replica) for replica in alive):
             self.dock = -1  # the confined sequences that are left wait for a replica that fits them
+        several = len(alive) > 1
+        refusing = {
+            self._quarantine: bool(self.confined),
+            self._fits: several,  # a sequence that does not fit the only one has ended already
+            self._identity: any(replica.limits.identity for replica in alive),
+            self._adapter: several,
+            self._open: self._state.closed,
+            self._readable: True,
+            self._role: self.has_roles,
+        }
+        self.rules = [rule for rule, can_refuse in refusing.items() if can_refuse]
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether a waiting sequence may enter `replica`, apart from the step and the price."""
-        return not sequence.unanswered and all(rule.allows(replica, sequence) for rule in self._rules)
+        return not sequence.unanswered and all(rule.allows(replica, sequence) for rule in self.rules)
 
     def could(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether `replica` may run a sequence to its end, whatever its role."""
@@ -183,11 +192,11 @@ class Permitted(Constraint[StepBuilder]):
 
     elsewhere = True
 
-    def __init__(self, rules: tuple[Rule, ...]) -> None:
-        self._rules = rules
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
 
     def check(self, step: StepBuilder, sequence: Sequence) -> Verdict:
-        for rule in self._rules:
+        for rule in self._placement.rules:
             if not rule.allows(step.replica, sequence):
                 return Verdict.SKIP
         return Verdict.OK
@@ -221,8 +230,6 @@ class Fits(Rule):
         self._placement = placement
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
-        if len(self._placement.alive) == 1:  # a sequence that does not fit it has ended already
-            return True
         return sequence.saved_at(replica.number) or self.holds(replica, sequence)
 
     def holds(self, replica: Replica, sequence: Sequence) -> bool:
@@ -257,12 +264,7 @@ class AdapterNotRefused(Rule):
 class OpenPolicy(Rule):
     """While the policy is about to change, let only handed-over sequences enter: their streams have begun."""
 
-    def __init__(self, state: SchedulerState) -> None:
-        self._state = state
-
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
-        if not self._state.closed:
-            return True
         source = replica.peers.source(sequence)
         handed_over = source is not None and source.limits.role == PREFILL and replica.limits.role != PREFILL
         return handed_over and has_all_kv(sequence)
@@ -302,8 +304,6 @@ class Role(Rule):
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
         placement, role = self._placement, replica.limits.role
-        if not placement.has_roles:
-            return True
         if role == PREFILL:
             return not has_all_kv(sequence) or not any(
                 other.limits.role != PREFILL and can_load(other, sequence) and placement.could(other, sequence)
