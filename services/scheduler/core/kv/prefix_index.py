@@ -90,8 +90,7 @@ class Index:
             raise ValueError("a block is registered already")
         numbers = blocks.tolist()
         owners = list(map(self._block_of.setdefault, keys, numbers))
-        if owners != numbers or NO_KEY in keys:
-            self._block_of.pop(NO_KEY, None)
+        if self._block_of.pop(NO_KEY, None) is not None or owners != numbers:
             fresh = [i for i, block in enumerate(numbers) if keys[i] and owners[i] == block]
             blocks, keys = blocks[fresh], [keys[i] for i in fresh]
         self._keys[blocks] = keys
@@ -118,8 +117,9 @@ class Index:
     def _leading(self, keys: Keys) -> list[int]:
         """Return the blocks of the leading keys that are indexed."""
         found: list[int] = []
-        try:
-            found.extend(map(self._block_of.__getitem__, keys))
-        except KeyError:
-            return found  # extend() has kept the blocks before the missing key
+        if keys and keys[0] in self._block_of:  # of most prompts it is not: an exception takes longer
+            try:
+                found.extend(map(self._block_of.__getitem__, keys))
+            except KeyError:
+                return found  # extend() has kept the blocks before the missing key
         return found
