@@ -141,12 +141,12 @@ class Results:
         for sequence, scores in scored:  # before a token that ends the sequence
             self._publish(sequence, scores, out)
         if np.count_nonzero(samples > present):
-            for row in rows[~present[rows]].tolist():
+            stayed = present[rows]
+            for row in rows[~stayed].tolist():
                 for at in (row,) if spans is None else spans.of(row):
                     record = logprobs[at] if logprobs is not None else b""
                     self._append_departed(replica, step, row, int(tokens[at]), record, now_ns, out)
-            samples = samples & present
-            rows = rows[present[rows]]
+            samples, rows = samples & present, rows[stayed]
         columns = None
         if rows.size:
             columns = self._tokens(replica, step, rows, samples, tokens, spans, logprobs, now_ns, out)
@@ -335,7 +335,7 @@ class Results:
             drafts, right, drafted = step.drafts[rows[drafted]], given[drafted] - 1, rows[drafted]
             replica.speculation.learn(drafted, drafts, right)
             replica.rollback(drafted, drafts - right)
-        first = before - table.prompt[:size]
+        first = (before - table.prompt[:size])[delivery.rows]
         waits = now_ns - table.last_token_ns[:size]
         np.copyto(table.last_token_ns[:size], now_ns, where=samples)
         self.tokens_total += rows.size if counts is None else int(counts.sum())
@@ -367,12 +367,12 @@ class Results:
                 self._endings.end(sequence, Finish(int(kinds[row])), "", out)
         records = logprobs[which] if logprobs is not None else None
         guesses = step.drafts[at] if counts is not None and step.drafts is not None else None
-        return Columns(delivery, first[at], tokens[which], counts, guesses, cached, finish, waits[at], records)
+        return Columns(delivery, first, tokens[which], counts, guesses, cached, finish, waits[at], records)
 
     @staticmethod
     def _cached(replica: Replica, at: RowIndex, first: Int32) -> dict[int, int]:
         """Return, by row of the Outcome, the prompt tokens that the prefix cache had, of rows with a first token."""
-        if replica.prefix_cache is None or not (rows := (first[at] == 0).nonzero()[0]).size:
+        if replica.prefix_cache is None or not (rows := (first == 0).nonzero()[0]).size:
             return {}
         sequences = replica.table.sequence[rows if isinstance(at, slice) else at[rows]].tolist()  # a slice begins at 0
         return {row: s.cached for row, s in zip(rows.tolist(), sequences, strict=True) if s.cached > 0}

@@ -177,12 +177,13 @@ class StepBuilder:
         for row, start, length in chunks:
             end = start + length
             self._chunks.append(Chunk(row, start, length, table.advance(row, end), end))
-            self.prefill_tokens += length
             self._prefill_context += length * (start + (length + 1) / 2)
-            if replica.microbatches > 1:
-                table.microbatch[row] = self.microbatch
-            self.seqs_left -= 1
-            self.tokens_left -= length
+        if replica.microbatches > 1:
+            table.microbatch[rows] = self.microbatch
+        scheduled = sum(length for _, _, length in chunks)
+        self.prefill_tokens += scheduled
+        self.seqs_left -= len(chunks)
+        self.tokens_left -= scheduled
 
     def forget(self, row: int) -> None:
         """Drop the entry of a row that was preempted before the step was sent."""
@@ -204,7 +205,7 @@ class StepBuilder:
         if self._drafts is not None:
             guesses = np.zeros(table.high, np.int32)
             guesses[self._drafts.rows] = self._drafts.counts
-            lengths, drafts, drafted = lengths + guesses[rows], self._drafts.tokens, self._drafts.tokens.size
+            lengths, drafts, drafted = self.n[rows], self._drafts.tokens, self._drafts.tokens.size
             computed = samples_of = computed > 0
         counts = EMPTY if guesses is None else guesses[rows]
         if self._chunks:
@@ -212,11 +213,13 @@ class StepBuilder:
             ends = chunks[4]
             rows = np.concatenate([rows, chunks[0]])
             starts = np.concatenate([starts, chunks[1]])
-            lengths = np.concatenate([lengths, chunks[2]])
-            samples = np.concatenate([samples, chunks[3] > 0])
+            lengths = self.n[rows]
             computed = samples_of = self.n[: table.high] > 0
             sampled = rows
-            if not all(chunk.samples for chunk in self._chunks):
+            if all(chunk.samples for chunk in self._chunks):
+                samples = trues(rows.size)
+            else:
+                samples = np.concatenate([samples, chunks[3] > 0])
                 sampled = rows[samples]
                 samples_of = table.mask(sampled)
             if guesses is not None:
