@@ -152,6 +152,9 @@ class Admission:
         """Return an empty batch, or None when no waiting sequence can enter."""
         state, waiting, replica, now_ns = self._state, self._state.waiting, step.replica, step.now_ns
         prefix_cache, placement = replica.prefix_cache, self._router.placement
+        if not len(waiting):
+            replica.beneficiary = None  # it has ended, is parked or held
+            return None
         if prefix_cache is not None:
             prefix_cache.expire(now_ns)
             for sequence in prefix_cache.ready:
@@ -163,7 +166,7 @@ class Admission:
             chosen = replica.beneficiary = None
         if state.closed and not placement.feeding:
             return None
-        if not len(waiting) or step.lacks_blocks:
+        if step.lacks_blocks:
             return None
         if step.preempted and chosen is None and not isinstance(state.policy.batch, Pooled):
             return None
@@ -351,7 +354,7 @@ class Admission:
         """
         state, replica = self._state, step.replica
         entrants = self._entrants(replica, candidates)
-        if depth := int(entrants.cached.max()):  # attention also reads cached tokens
+        if depth := max(entrants.cached.tolist()):  # attention also reads cached tokens
             self.budget(step, depth)
         if candidates[0].sequence.pinned:
             reserved: Int64 = np.array([replica.blocks_for(int(entrants.limit[0]))], np.int64)

@@ -7,7 +7,7 @@ ASPLOS '25).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -373,8 +373,8 @@ class Lengths:
     POOLED = GROUPS
 
     def __init__(self) -> None:
-        self._latest: dict[int, deque[int]] = {}  # group -> latest output lengths
-        self._fresh: dict[int, int] = {}  # group -> requests since it was sorted
+        self._latest: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=KEPT))  # group -> latest output lengths
+        self._fresh: dict[int, int] = defaultdict(int)  # group -> requests since it was sorted
         self._sorted: dict[int, Int64] = {}  # group -> its part of the column
         self._column: Int64 = np.zeros(0, np.int64)
         self._end: Int64 = np.zeros(GROUPS + 1, np.int64)  # of each group in the column
@@ -420,9 +420,9 @@ class Lengths:
 
     def _add(self, group: int, output: int) -> bool:
         """Add a length to a group; return whether the group was sorted again."""
-        latest = self._latest.setdefault(group, deque(maxlen=KEPT))
+        latest = self._latest[group]
         latest.append(output)
-        self._fresh[group] = self._fresh.get(group, 0) + 1
+        self._fresh[group] += 1
         enough = self._enough(group)
         if len(latest) < enough or (len(latest) != enough and self._fresh[group] < 16):
             return False
@@ -505,12 +505,12 @@ class Expected(Memory):
         self._peak = Peak()
 
     def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
+        room = int(replica.pool.total * (1.0 - self.spare))
+        if at_limit(replica, candidates, pace) <= room:
+            return known_blocks(replica, candidates.known)
         blocks, count = available(replica, candidates)
         if count:
             table, size = replica.table, replica.limits.block_size
-            room = int(replica.pool.total * (1.0 - self.spare))
-            if at_limit(replica, candidates, pace) <= room:
-                return blocks[:count]
             rows = free_to_yield(table)
             known = np.concatenate([table.known[rows], candidates.known])
             limit = np.concatenate([table.limit[rows] - 1, candidates.limit])
