@@ -93,7 +93,7 @@ class Placement:
         refusing = {
             self._quarantine: bool(self.confined),
             self._fits: several,  # a sequence that does not fit the only one has ended already
-            self._identity: any(replica.limits.identity for replica in alive),
+            self._identity: True,
             self._adapter: several,
             self._open: self._state.closed,
             self._readable: True,
