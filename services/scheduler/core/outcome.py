@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.sequence import Record, Sequence
-from services.scheduler.core.table import DeliveryRows, ramp
+from services.scheduler.core.table import DeliveryRows, ones, ramp
 from services.scheduler.core.types import EMPTY, Finish, FinishedRequest, Int32, Outcome, Records
 
 
@@ -120,7 +120,7 @@ class OutcomeBuilder:
                 gateways=delivery.gateways,
                 choices=delivery.choices,
                 first=columns.first,
-                counts=_ones(columns.first.size) if columns.counts is None else columns.counts,
+                counts=ones(columns.first.size) if columns.counts is None else columns.counts,
                 tokens=columns.tokens,
                 logprobs=columns.logprobs,
                 drafts=EMPTY if columns.drafts is None else columns.drafts,
@@ -163,14 +163,3 @@ class OutcomeBuilder:
         outcome.errors = {
             row: rows[i - base].error for row, i in enumerate(order) if i >= base and rows[i - base].error
         }
-
-
-_ONES: Int32 = np.ones(4096, np.int32)
-
-
-def _ones(count: int) -> Int32:
-    """Return [count] int32 ones, shared: read only."""
-    return _ONES[:count] if count <= _ONES.size else np.ones(count, np.int32)
-
-
-_ONES.setflags(write=False)

@@ -19,14 +19,12 @@ from services.scheduler.core.policy.batching import whole
 from services.scheduler.core.replica import LastStep, Replica, SentStep
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.speculation import Drafts
-from services.scheduler.core.table import Bool, Int64
+from services.scheduler.core.table import Bool, Int64, ones
 from services.scheduler.core.types import EMPTY, NO_ROWS, Adapter, Enter, Int32, Rows, StepPlan
 
 Integer = TypeVar("Integer", np.int32, np.intp)
 NO_MASK: Bool = np.zeros(0, np.bool_)
-ONES: Int32 = np.ones(4096, np.int32)
 TRUE: Bool = np.ones(4096, np.bool_)
-ONES.setflags(write=False)
 TRUE.setflags(write=False)
 
 
@@ -289,11 +287,6 @@ class StepBuilder:
         """Tell the worker of blocks at the end of these rows; so many of them were reserved."""
         self.replica.reserved -= reserved
         self._appends.append((rows, blocks))
-
-
-def ones(count: int) -> Int32:
-    """Return [count] int32 ones; read only."""
-    return ONES[:count] if count <= ONES.size else np.ones(count, np.int32)
 
 
 def trues(count: int) -> Bool:

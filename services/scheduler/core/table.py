@@ -22,6 +22,8 @@ RowIndex = Rows | slice  # how columns are indexed: row numbers, or all of the f
 NEVER = np.iinfo(np.int64).max
 UNSET = -1  # a stop id that no token has
 FREE, PREFILLING, DECODING, LOADING = range(4)  # phases of a row
+ONES: Int32 = np.ones(4096, np.int32)
+ONES.setflags(write=False)
 
 
 @dataclass(slots=True)
@@ -55,6 +57,11 @@ _INT32 = (
 _INT64 = (
     "generation", "arrived", "number", "ttft_slo_ns", "tbt_slo_ns", "last_token_ns", "checkpoint_ns",
 )  # fmt: skip
+
+
+def ones(count: int) -> Int32:
+    """Return [count] int32 ones, shared: read only."""
+    return ONES[:count] if count <= ONES.size else np.ones(count, np.int32)
 
 
 def ramp(starts: Int64 | Int32, counts: Int32) -> Int64:
