@@ -237,6 +237,7 @@ CHAT_FIELDS = [
     _with_messages({"role": "assistant"}),
     _with_messages({"role": "user", "content": "x", "colour": "red"}),
     _with_messages({"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}),
+    _with_messages(_calling(arguments="{}") | {"role": "user", "content": "x"}),
     _with_messages({"role": "user", "content": "x"}, {"role": "tool", "content": "4"}),
     _with_messages(_calling(arguments="[1]")),
     _with_messages(_calling(arguments="{")),
