@@ -184,9 +184,15 @@ class Plant(NamedTuple):
     right: str
     wrong: str
     kernel: str
+    in_check: bool = False
+    """Whether `make kernels-check` plants it, so CI too."""
 
 
 PLANTS = {
+    "decode, a unit is read without __syncwarp": Plant(
+        "attention/attention_decode.cuh", "UNITS<D> - 2>();\n    __syncwarp();", "UNITS<D> - 2>();",
+        "attention_decode_bf16_d64", in_check=True,
+    ),
     "decode, results are merged without a barrier": Plant(
         "attention/attention_decode.cu", "warp, lane);\n  __syncthreads();\n  merge", "warp, lane);\n  merge",
         "attention_decode_bf16_d64",
@@ -194,6 +200,10 @@ PLANTS = {
     "experts, places are taken without atomics": Plant(
         "experts/routing.cu", "p.order[atomicAdd(&places[expert], 1)]", "p.order[places[expert]++]",
         "route",
+    ),
+    "merge, the next piece comes without a barrier": Plant(
+        "attention/attention_merge.cu", "    }\n    __syncthreads();\n  }", "    }\n  }", "attention_merge_f16",
+        in_check=True,
     ),
     "prefill, the wait is for one group too few": Plant(
         "attention/attention_prefill.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<STAGES - 1>",
@@ -242,12 +252,8 @@ def test_plant_has_one_place(name: str) -> None:
     assert (loader.SOURCES / plant.file).read_text().count(plant.right) == 1
 
 
-QUICK = ("decode, a unit is read without __syncwarp", "merge, the next piece comes without a barrier")
-"""Those that `make kernels-check` plants, so in CI too."""
-
-
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PLANTS]
+    "name", [name if plant.in_check else pytest.param(name, marks=pytest.mark.slow) for name, plant in PLANTS.items()]
 )
 def test_planted_race_is_found_in_every_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant = PLANTS[name]
