@@ -56,6 +56,7 @@ PARTS = (
     Part("rows", 80, "bench.gpu.kernels:rows"),
     Part("adapters", 120, "bench.gpu.adapters:adapters"),
     Part("experts", 90, "bench.gpu.experts:experts"),
+    Part("ranks", 240, "bench.gpu.ranks:ranks"),
     Part("swap", 30, "bench.gpu.kernels:swap"),
     Part("transformers", 90, "bench.gpu.engine:continuous_batching"),
     Part("rings", 60, "bench.gpu.kernels:rings"),

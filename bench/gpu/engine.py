@@ -18,6 +18,7 @@ from bench.gpu.context import Context
 from bench.gpu.kernels import known_peaks
 from bench.kernels.shapes import LLAMA_8B, QWEN_600M, TINY, Model
 from services.worker.engine import Engine
+from services.worker.parallel.state import ParallelState
 
 STEPS = 100
 LOOKAHEADS = (0, 1)
@@ -108,10 +109,11 @@ def started(
     steps: int,
     adapter_dir: Path | None = None,
     kernels: str = "",
+    parallel: ParallelState | None = None,
 ) -> Engine:
     """Return an engine of the model in a folder, with made-up weights and room for the cases, warmed up.
 
-    kernels: if not the device's own.
+    kernels: if not the device's own; parallel: which rank it is, if it is one of several.
     """
     tokens = max(max(case.context, case.prefill) for case in cases) + steps + 1
     settings: Any = EngineSettings(  # all that an engine reads of WorkerSettings
@@ -129,7 +131,7 @@ def started(
         max_output_tokens=tokens,
         adapter_dir=adapter_dir,
     )
-    made = Engine(settings)
+    made = Engine(settings, parallel=parallel)
     made.warm_up()
     return made
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from bench.engine.ranks import Replica
 from protos import worker_pb2
 from services.scheduler.core import speculation
 from services.scheduler.core.scheduler import Scheduler
@@ -24,7 +25,7 @@ from services.worker.engine import Engine
 from shared.errors import ProtocolError
 from shared.wire.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine, requests_of, tokens_of
-from tests.engine.ranks import Processes, Replica
+from tests.engine.ranks import Processes, few_masks
 from tests.support import in_process
 from tests.support.checkpoints.models import Reference
 from tests.support.in_process import Recorded
@@ -269,7 +270,7 @@ def check_grammars(replica: Replica, prompts: Sequence[list[int]]) -> None:
     found, core = in_process.run(replica, forced, AMPLE, lookahead=1, speculate="suffix")
     assert found.tokens == truth.tokens and not found.errors
     assert drafts_of(core)[1] > 0
-    replica.take_masks("few_masks")
+    replica.everywhere(few_masks)
     bound = requests_of(prompts, OUTPUT_TOKENS, **sampling, grammar=WORDS)
     compare(replica, bound, without_drafts(replica, bound))
 

@@ -216,16 +216,18 @@ class Dummy(Source):
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
         """Return random numbers: matrices of variance 1 / inputs, norms near 1, small biases.
 
-        Rows overlap in memory, each SHIFT numbers behind the one before: to draw eight billion takes a minute.
+        A number follows from the tensor's name and its place there: ranks have parts of one tensor. Rows overlap in
+        memory, each SHIFT numbers behind the one before: to draw eight billion takes a minute.
         """
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {first}".encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if len(shape) < 2:
             center = 0.0 if name.endswith("bias") else 1.0
-            return torch.empty(rows).uniform_(center - 0.1, center + 0.1, generator=generator)
-        count, width = math.prod((rows, *shape[1:-1])), shape[-1]
+            return torch.empty(first + rows).uniform_(center - 0.1, center + 0.1, generator=generator)[first:]
+        a_row, width = math.prod(shape[1:-1]), shape[-1]
+        begin, count = first * a_row, rows * a_row
         bound = math.sqrt(3 / width)
-        drawn = torch.empty(width + SHIFT * (count - 1)).uniform_(-bound, bound, generator=generator)
-        return drawn.as_strided((count, width), (SHIFT, 1)).reshape(rows, *shape[1:])
+        drawn = torch.empty(width + SHIFT * (begin + count - 1)).uniform_(-bound, bound, generator=generator)
+        return drawn[SHIFT * begin :].as_strided((count, width), (SHIFT, 1)).reshape(rows, *shape[1:])
 
     def unread(self) -> list[str]:
         return []

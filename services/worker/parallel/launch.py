@@ -24,6 +24,7 @@ from datetime import timedelta
 from pydantic import SecretStr, ValidationError
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
+from services.worker.parallel.state import own_gpu
 from services.worker.watchdog import end_process
 from shared.errors import ConfigurationError
 from shared.settings import ROOT, RankSettings, WorkerSettings
@@ -81,7 +82,8 @@ def joined(settings: WorkerSettings) -> Iterator[Place | None]:
     if ranks.orcinus_leader_pid:
         _die_with(ranks.orcinus_leader_pid)
     if settings.device != "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(ranks)  # before CUDA is asked for the first time
+        # Before CUDA is asked for the first time.
+        os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(ranks.local_rank, ranks.cuda_visible_devices)
     host = settings.rank_listen.rpartition(":")[0].strip("[]")
     if ranks.world_size:
         try:
@@ -110,14 +112,6 @@ def _rank_settings() -> RankSettings:
     except ValidationError as error:
         said = "; ".join(f"{str(item['loc'][0]).upper()}={item['input']!r}: {item['msg']}" for item in error.errors())
         raise ConfigurationError(f"the variables by which torchrun says which rank this is: {said}") from None
-
-
-def own_gpu(ranks: RankSettings) -> str:
-    """Return the local_rank-th GPU of those that may be used, as CUDA_VISIBLE_DEVICES names it."""
-    if ranks.cuda_visible_devices is None:
-        return str(ranks.local_rank)
-    visible = ranks.cuda_visible_devices.split(",")
-    return visible[ranks.local_rank] if ranks.local_rank < len(visible) else ""
 
 
 def _store_of_torchrun(ranks: RankSettings) -> Store:

@@ -218,6 +218,17 @@ class ParallelState:
         return dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), rank, size, options)
 
 
+def own_gpu(local_rank: int, visible: str | None) -> str:
+    """Return the GPU of this host's rank of that number, as CUDA_VISIBLE_DEVICES names it; empty if there is none.
+
+    visible: that variable before, of all ranks here.
+    """
+    if visible is None:
+        return str(local_rank)
+    every = visible.split(",")
+    return every[local_rank] if local_rank < len(every) else ""
+
+
 @contextmanager
 def _together(what: str) -> Iterator[None]:
     """Raise RankError for what torch raises when another rank is gone or late."""

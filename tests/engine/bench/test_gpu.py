@@ -17,6 +17,7 @@ from bench import render
 from bench.engine.cases import EngineSettings
 from bench.gpu import __main__ as gpu
 from bench.gpu.context import Context
+from bench.gpu.ranks import Drawn, compared
 from shared.settings import WorkerSettings
 from tests.support.compiler import needs_compiler
 
@@ -89,6 +90,45 @@ def test_a_part_of_the_gpu_bench_runs_on_the_emulator(name: str, tmp_path: Path)
         assert all(row["step_us"] > 0 for row in result["steps"])
 
 
+@needs_compiler
+def test_replicas_of_two_ranks_have_the_tokens_of_one_device(tmp_path: Path) -> None:
+    """As on two GPUs, over Gloo in place of NCCL."""
+    assert gpu.run_part(part("ranks"), Context("emulator", True, tmp_path)) == 0
+    result = json.loads((tmp_path / "ranks.json").read_text())
+    sizes = [(2, 1), (1, 2)]
+    assert [(row["tp"], row["pp"], row["right"]) for row in result["tokens"]] == [(*size, True) for size in sizes]
+    assert all(row["tokens"] > 16 for row in result["tokens"])
+    assert [(row["tp"], row["pp"]) for row in result["steps"]] == [size for size in [(1, 1), *sizes] for _ in range(2)]
+    assert [(row["tp"], row["exchange"], row["rows"]) for row in result["exchanges"]] == [
+        *((2, name, rows) for rows in (1, 64) for name in ("sum over a stage", "parts to one rank")),
+        *((1, "rows to the next stage", rows) for rows in (1, 64)),
+    ]
+    assert all(row["us"] > 0 for row in result["exchanges"])
+
+
+def test_one_gpu_is_too_few_for_ranks_and_the_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert gpu.run_part(part("ranks"), Context("cuda", False, tmp_path)) == 0
+    result = json.loads((tmp_path / "ranks.json").read_text())
+    assert result == {
+        "gpus": 1,
+        "skipped": "1 GPU is here, and replicas of several ranks need two: nothing was measured",
+    }
+
+
+def test_tokens_of_ranks_are_wrong_where_they_differ_by_more_than_rounding() -> None:
+    expected = [[Drawn(5, -1.0, 1.0), Drawn(6, -1.0, 0.15), Drawn(7, -1.0, 1.0)]]
+
+    def seen(*drawn: tuple[int, float]) -> tuple[int, int, bool]:
+        row = compared(expected, [[Drawn(token, logprob, 0.0) for token, logprob in drawn]])
+        return row["tokens"], row["wrong"], row["right"]
+
+    assert seen((5, -1.05), (6, -1.0), (7, -0.95)) == (3, 0, True)
+    assert seen((5, -1.0), (9, -1.0), (9, -3.0)) == (2, 0, True), "as good as the expected one"
+    assert seen((5, -1.0), (6, -1.0), (9, -1.0)) == (3, 1, False)
+    assert seen((5, -1.0), (6, -1.2), (7, -1.0)) == (3, 0, False)
+
+
 def part(name: str) -> gpu.Part:
     return next(part for part in gpu.PARTS if part.name == name)
 
@@ -140,6 +180,7 @@ def test_engine_and_kernels_run_where_few_packages_are(tmp_path: Path) -> None:
 import bench.engine.cases, bench.kernels.main, services.worker.engine
 from bench.gpu import __main__ as gpu
 from bench.gpu.context import Context
+from bench.gpu.ranks import Drawn, compared
 engine = next(part for part in gpu.PARTS if part.name == "engine")
 gpu.run_part(engine, Context("emulator", True, Path({str(tmp_path)!r})))
 """

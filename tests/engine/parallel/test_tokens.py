@@ -9,6 +9,7 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
+from bench.engine.ranks import Replica
 from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
 from services.worker.engine import Engine
@@ -17,7 +18,7 @@ from shared.errors import RankError
 from shared.text.logprobs import unpack_records
 from shared.wire.columns import pack, unpack
 from tests.engine.driver import Ahead, Driver, entering, generated, make_engine
-from tests.engine.ranks import Processes, Replica
+from tests.engine.ranks import Processes, give_masks, hold_masks
 from tests.support import in_process
 from tests.support.checkpoints.models import VOCAB, Case, Reference, make_llama, random_prompts
 from tests.support.compiler import demand_compiler
@@ -89,7 +90,7 @@ def grammar_row(replica: Replica, reference: Reference, are_late: bool) -> tuple
     for flight in flights:
         late.append(unpack(ahead.finish(flight).late_slots).tolist())
     if are_late:
-        replica.take_masks("give_masks")
+        replica.everywhere(give_masks)
     for _ in range(600):
         outputs = {slot: len(ahead.outputs.get(slot, ())) for slot in (0, 1)}
         slots = [slot for slot, count in outputs.items() if count < 4]
@@ -107,7 +108,7 @@ def test_row_without_its_mask_sits_out_on_every_rank(
     """A rank that took it for drawn would stop, or compute another token than the others."""
     with processes.replica(tp, pp, reference.path, kernels="reference") as replica:
         expected, none = grammar_row(replica, reference, are_late=False)
-        replica.take_masks("hold_masks")
+        replica.everywhere(hold_masks)
         late, slots = grammar_row(replica, reference, are_late=True)
         replica.engine.grammars.close()
     assert none == [[]] and slots == [[1]] * pp

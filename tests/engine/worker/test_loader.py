@@ -208,6 +208,12 @@ def test_dummy_weights_differ_between_tensors_and_pieces() -> None:
     assert float(pieces[0].std()) == pytest.approx(4096**-0.5, rel=0.01)
 
 
+@pytest.mark.parametrize("shape", [(9,), (9, 6), (9, 4, 5)])
+def test_dummy_weights_of_ranks_are_parts_of_one_tensor(shape: tuple[int, ...]) -> None:
+    dummy = Dummy(Path())
+    assert torch.equal(dummy.read("a.weight", shape, 3, 4), dummy.read("a.weight", shape, 0, 9)[3:7])
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_matrices_of_every_family_are_checked_before_loading(name: str, tmp_path: Path) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[name]).path

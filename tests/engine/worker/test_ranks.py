@@ -20,12 +20,13 @@ import torch.distributed as dist
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
-from services.worker.parallel.launch import joined, own_gpu
+from services.worker.parallel.launch import joined
 from services.worker.parallel.leader import Ranks
+from services.worker.parallel.state import own_gpu
 from services.worker.serving.rank_server import RankServer
 from services.worker.serving.server import MESSAGE_BYTES, OPTIONS, WorkerServer
 from shared.errors import ConfigurationError
-from shared.settings import RankSettings, WorkerSettings
+from shared.settings import WorkerSettings
 from shared.wire.columns import pack, unpack
 from tests.engine.driver import make_engine
 from tests.engine.worker.test_server import Client, begun, chunk, first_step
@@ -186,7 +187,7 @@ def test_ranks_of_two_models_are_refused_by_name(reference: Reference) -> None:
     ("visible", "local_rank", "own"), [(None, 0, "0"), (None, 3, "3"), ("4,7", 1, "7"), ("4,7", 2, ""), ("", 0, "")]
 )
 def test_each_rank_takes_its_own_visible_gpu(visible: str | None, local_rank: int, own: str) -> None:
-    assert own_gpu(RankSettings(cuda_visible_devices=visible, local_rank=local_rank)) == own
+    assert own_gpu(local_rank, visible) == own
 
 
 @pytest.mark.parametrize(("device", "visible"), [("auto", "7"), ("cuda", "7"), ("cpu", "4,7")])
