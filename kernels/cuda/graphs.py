@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.cuda.cache import CudaCache
-from kernels.cuda.device import Device
+from kernels.cuda.device import Device, borrowed
 from kernels.cuda.metadata import CudaPrepared
 from kernels.cuda.planner import Planner, Room
 from kernels.ops import Batch
@@ -139,4 +139,5 @@ class Graphs:
         prepared.rows, prepared.samples = room.rows, room.decodes
         results = [self._run(prepared)]  # libraries load what they need, and take memory
         replay = self._device.capture(lambda: results.append(self._run(prepared)))
-        self._recorded[room] = replay, results[-1]
+        # The rows that a stage sends on are its result; kept, each graph would have memory of its own for them.
+        self._recorded[room] = replay, borrowed(results[-1])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bench.engine.cases import layer_matrices
 from kernels.cuda import backend
+from kernels.cuda.backend import CudaOps
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.calls import PADDING
 from kernels.cuda.graphs import CHUNKS, Graphs, rooms_up_to, sizes_up_to
@@ -21,7 +22,11 @@ from kernels.emulator.device import EmulatedDevice
 from kernels.ops import Batch
 from services.worker.adapters.peft import linear_layers
 from services.worker.models.adapters import Pair
+from services.worker.models.checkpoint import open_weights
+from services.worker.models.config import load_config
+from services.worker.models.decoder import Decoder
 from services.worker.models.layers import RowParallelLinear
+from services.worker.parallel.state import ParallelState
 from tests.kernels.cuda.decoders import BLOCK, World, batch_of, reference_logits, shape_of, tables_of
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
 from tests.kernels.cuda.programs import SEEDS, device_of
@@ -181,6 +186,31 @@ def test_graphs_of_ranks_keep_no_memory_of_what_they_exchange(paths: Any, monkey
             sums = sum(call is not None for call in device.calls)
             assert sums == (0 if forward is product else 2 * len(world.decoder.layers) * device.calls.count(None) // 2)
     assert taken[1] == taken[0]
+
+
+def test_graphs_of_a_stage_keep_no_memory_of_the_rows_that_it_sends_on(
+    paths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ParallelState, "send_rows", lambda stage, x: None)
+    path, taken = paths("llama"), []
+    with torch.inference_mode():
+        for is_result in (True, False):
+            device = Pool()
+            ops = CudaOps(device)
+            stage = Decoder(
+                load_config(path), open_weights(path, "auto"), ops, torch.bfloat16, 1024, parallel=ParallelState(1, 2)
+            )
+            cache = ops.new_cache(shape_of(stage, 4))
+            nothing = torch.zeros(1, stage.config.hidden_size)
+
+            def forward(prepared: Any, stage: Decoder = stage, cache: CudaCache = cache) -> Tensor:
+                rows = stage.forward(prepared, cache)
+                return rows if is_result else nothing  # noqa: B023 - called in this turn alone
+
+            graphs = ops.compile(forward, cache, 64, 8)
+            taken.append(device.free_bytes()[1] - device.free_bytes()[0])
+            del graphs
+    assert taken[0] == taken[1]
 
 
 def adapters_of(world: World, numbers: int) -> None:
