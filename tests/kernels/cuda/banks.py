@@ -2,7 +2,8 @@
 
     python -m tests.kernels.cuda.banks              all kernels; exit code 1 where one is over its goal
     python -m tests.kernels.cuda.banks KERNEL ...   some, and which lines take more than they must
-    python -m tests.kernels.cuda.banks --changed    those of sources that changed since they were counted
+    python -m tests.kernels.cuda.banks --changed    those of sources that changed since they were counted, and whether
+                                                    the PTX of all kernels there is right in several orders of threads
     python -m tests.kernels.cuda.banks --write      put what is counted into kernels/cuda/banks.json
 
 What is counted is NVRTC's PTX, emulated; see kernels/emulator/include/banks.h. Of kernels for two types only those of
@@ -28,7 +29,7 @@ from kernels.cuda import check, loader
 from kernels.emulator.program import BANKS, FORWARD, SPACES, Banks, Program
 from tests.kernels.cuda import programs
 from tests.kernels.cuda.operations.test_quantized import Case
-from tests.kernels.cuda.test_races import KERNELS, Sizes, launch_from, run
+from tests.kernels.cuda.test_races import KERNELS, ORDERS, Sizes, launch_from, run
 
 RECORDED = Path(loader.__file__).with_name("banks.json")
 COUNTED = [name for name in KERNELS if "_f16" not in name]
@@ -72,6 +73,18 @@ def count(kernel: str, program_of: Callable[[str], Counting] | None = None) -> l
     return [one for name, one in counted if name == kernel]
 
 
+def prove(kernel: str) -> None:
+    """Run what was compiled for counting in several orders of threads, as the kernel's test does.
+
+    The test compares with float64. Raise AssertionError or EmulatorError.
+    """
+    for order in ORDERS:
+        with pytest.MonkeyPatch.context() as patch:
+            launch_from(patch, lambda name: counting(programs.source_of(name)))
+            run(kernel, order)
+    counting(programs.source_of(kernel)).counted.clear()
+
+
 def by_space(banks: Sequence[Banks]) -> dict[str, Count]:
     """Return the sums of each kind of memory that is used at all."""
     sums = {space: [one for one in banks if one.space == space] for space in SPACES}
@@ -109,9 +122,9 @@ def digests() -> dict[str, str]:
 
 
 def changed() -> list[str]:
-    """Return the kernels of sources that are not as they were when they were counted."""
+    """Return the kernels, those that are not counted too, of sources that are not as they were when these were."""
     before, now = json.loads(RECORDED.read_text())["sources"], digests()
-    return [one for one in COUNTED if before.get(name := programs.source_of(one).name) != now[name]]
+    return [one for one in KERNELS if before.get(name := programs.source_of(one).name) != now[name]]
 
 
 def over_goal(kernel: str, counts: Mapping[str, Count]) -> list[str]:
@@ -135,7 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     counts, complaints = {}, []
     before = recorded()
-    for kernel in changed() if options.changed else options.kernels or COUNTED:
+    chosen = changed() if options.changed else options.kernels or COUNTED
+    for kernel in chosen if options.changed else ():
+        prove(kernel)
+        print(f"{kernel:28} right in {len(ORDERS)} orders of threads", flush=True)
+    for kernel in [one for one in COUNTED if one in chosen] if options.changed else chosen:
         banks = count(kernel)
         counts[kernel] = by_space(banks)
         for space, found in counts[kernel].items():

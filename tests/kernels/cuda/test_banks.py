@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kernels.cuda import loader
 from tests.kernels.cuda import banks
 from tests.kernels.cuda.banks import COUNTED, Counting, by_line, by_space, count, over_goal, recorded
-from tests.kernels.cuda.test_races import Plant, alone, planted
+from tests.kernels.cuda.test_races import ORDERS, Plant, alone, planted
 from tests.support.compiler import needs_compiler
 
 pytestmark = needs_compiler
@@ -85,4 +86,19 @@ def test_kernels_of_sources_that_changed_are_counted_again(monkeypatch: pytest.M
     counted = json.loads(banks.RECORDED.read_text())["sources"]
     assert counted.keys() == banks.digests().keys()
     monkeypatch.setattr(banks, "digests", lambda: counted | {"norms.cu": "another"})
-    assert banks.changed() == ["rms_norm_bf16", "layer_norm_bf16"]
+    assert set(banks.changed()) == {f"{norm}_norm_{dtype}" for norm in ("rms", "layer") for dtype in ("bf16", "f16")}
+
+
+def test_ptx_of_a_source_that_changed_is_run_in_all_its_types_and_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    launched = set()
+    real = Counting.launch
+
+    def launch(self: Counting, name: str, *given: Any, **named: Any) -> None:
+        launched.add((name, named["order"]))
+        real(self, name, *given, **named)
+
+    monkeypatch.setattr(banks, "changed", lambda: ["select_rows", "embed_f16"])
+    monkeypatch.setattr(Counting, "launch", launch)
+    assert banks.main(["--changed"]) == 0
+    assert launched == {(name, order) for name in ("select_rows", "embed_f16") for order in ORDERS}
