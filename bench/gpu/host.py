@@ -1,8 +1,8 @@
 """`python -m bench.gpu.host`: how long Python takes for the forward pass of a step, on a device that does nothing.
 
 What is timed is the host's part of `CudaOps`: metadata, launches, memory, calls of torch; neither the driver's, CuPy's
-and torch's own time nor the device's. A model's widths change none of it, so the model is small, with 32 layers. Needs
-no GPU and no compiler. bench/results/gpu-host.json has a result, docs/gpu.md its figures.
+and torch's own time nor the device's, and of ranks nothing of NCCL. A model's widths change none of it, so the model is
+small, with 32 layers. Needs no GPU and no compiler. bench/results/gpu-host.json has a result, docs/gpu.md its figures.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ from kernels.ops import Batch, CacheShape
 from services.worker.models.checkpoint import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
+from services.worker.parallel.state import ParallelState
 
 LAYERS, STEPS, CONTEXT = 32, 300, 200
 CASES = {"decode, 32 sequences": (32, 0), "mixed, 32 sequences and a chunk of 128": (32, 128)}
 """Sequences that decode, and rows of a chunk beside them."""
 ROOM = 256  # rows of a step at most
+TP = (1, 2)
+"""Ranks, of which the first is measured."""
 
 
 class Passed(Event):
@@ -81,6 +84,7 @@ class IdleDevice(Device):
     def __init__(self) -> None:
         self.counted: Counter[str] = Counter()
         self.main, self.copies = IdleStream(self.counted), IdleStream(self.counted)
+        self._cuts: list[Callable[[], object]] | None = None  # of the recording that is made
 
     def resident(self, block: Block) -> int:
         return resident_of("sm_90", *block)
@@ -99,21 +103,28 @@ class IdleDevice(Device):
         return 0
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        work()
+        cuts = self._cuts = []
+        try:
+            work()
+        finally:
+            self._cuts = None
 
         def replay() -> None:
             self.counted["graphs"] += 1
+            for call in cuts:
+                call()
+                self.counted["graphs"] += 1
 
         return replay
 
     @property
     def is_recording(self) -> bool:
-        return False
+        return self._cuts is not None
 
     def cut(self, call: Callable[[], object]) -> None:
-        raise RuntimeError(
-            "cut: the idle device stands for one GPU, and nothing is exchanged; measure without --tp and --pp"
-        )
+        if self._cuts is None:
+            raise RuntimeError("cut: nothing is recorded; call it inside `capture`")
+        self._cuts.append(call)
 
     def free_bytes(self) -> tuple[int, int]:
         return 1 << 40, 1 << 40
@@ -122,15 +133,31 @@ class IdleDevice(Device):
         return 0
 
 
-@torch.inference_mode()
+class IdleRank(ParallelState):
+    """The first of some ranks; counts what it should exchange."""
+
+    def __init__(self, tp: int, counted: Counter[str]) -> None:
+        super().__init__(tp)
+        self._counted = counted
+
+    def all_reduce(self, x: Tensor) -> None:
+        self._counted["exchanges"] += 1
+
+
 def measured(layers: int = LAYERS, steps: int = STEPS) -> list[dict[str, Any]]:
-    """Return a row for each case, with operations one by one and with its graph: counts, and the median of the thread's
-    time on a core, in us."""
+    """Return a row for each number of ranks and case, with operations one by one and with its graph: counts, and the
+    median of the thread's time on a core, in us."""
+    return [row for tp in TP for row in measured_of(tp, layers, steps)]
+
+
+@torch.inference_mode()
+def measured_of(tp: int, layers: int, steps: int) -> list[dict[str, Any]]:
     device, found = IdleDevice(), []
-    ops = CudaOps(device)
+    ops, rank = CudaOps(device), IdleRank(tp, device.counted)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config_of(replace(TINY, layers=layers))))
-        decoder = Decoder(load_config(Path(folder)), open_weights(Path(folder), "dummy"), ops, torch.bfloat16, ROOM)
+        config, weights = load_config(Path(folder)), open_weights(Path(folder), "dummy")
+        decoder = Decoder(config, weights, ops, torch.bfloat16, ROOM, parallel=rank)
     config, blocks = decoder.config, -(-ROOM // BLOCK_SIZE)
     sequences = max(decodes + bool(rows) for decodes, rows in CASES.values())
     shape = CacheShape(sequences * blocks, 0, layers, config.kv_heads, BLOCK_SIZE, config.head_dim, torch.bfloat16)
@@ -147,7 +174,7 @@ def measured(layers: int = LAYERS, steps: int = STEPS) -> list[dict[str, Any]]:
                 begun = time.thread_time_ns()
                 passes[how](ops.prepare(batch, cache))
                 times.append(time.thread_time_ns() - begun)
-            found.append({"case": name, "how": how, "us": median(times) / 1000, **device.counted})
+            found.append({"tp": tp, "case": name, "how": how, "us": median(times) / 1000, **device.counted})
     return found
 
 
