@@ -43,7 +43,7 @@ def serve(pipe: Connection, environment: dict[str, str]) -> None:
         except EOFError:
             return
         try:
-            _follow(pipe, joined(tp, pp, rank, port), make)
+            _follow(pipe, join(tp, pp, rank, port), make)
         except BaseException as error:
             traceback.print_exc()
             pipe.send(f"{type(error).__name__}: {error}")
@@ -51,7 +51,7 @@ def serve(pipe: Connection, environment: dict[str, str]) -> None:
             pipe.send("")
 
 
-def joined(tp: int, pp: int, rank: int, port: int) -> ParallelState:
+def join(tp: int, pp: int, rank: int, port: int) -> ParallelState:
     """Return a rank that is not the leader, when all are there."""
     store = dist.TCPStore(LOOPBACK, port, None, False, timedelta(seconds=TIMEOUT_S))
     return ParallelState.join(tp, pp, rank, store, TIMEOUT_S)

@@ -76,9 +76,9 @@ def ranks(context: Context) -> Iterator[tuple[str, Any]]:
         (Path(folder) / "config.json").write_text(json.dumps(config_of(model)))
         make = partial(started, Path(folder), context, cases, steps)
         one = make()
-        prompts = made_up(one, cases)
-        expected = generated(one, prompts)
-        yield "steps", steps_of(one, cases, steps, 1, 1)
+        prompts = prompts_for(one, cases)
+        expected = generate(one, prompts)
+        yield "steps", step_rows(one, cases, steps, 1, 1)
         del one  # before ranks take its memory
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         others = [{"CUDA_VISIBLE_DEVICES": own_gpu(rank, visible)} for rank in range(1, gpus)]
@@ -88,19 +88,19 @@ def ranks(context: Context) -> Iterator[tuple[str, Any]]:
                 if tp * pp > gpus:
                     continue
                 with processes.replica_of(tp, pp, make) as replica:
-                    row = {"tp": tp, "pp": pp, **compared(expected, generated(replica, prompts))}
+                    row = {"tp": tp, "pp": pp, **comparison(expected, generate(replica, prompts))}
                     wrong += [] if row["right"] else [row]
                     yield "tokens", [row]
-                    yield "steps", steps_of(replica, cases, steps, tp, pp)
+                    yield "steps", step_rows(replica, cases, steps, tp, pp)
                     for rows in ROWS[:2] if context.quick else ROWS:
-                        yield "exchanges", exchanges_of(replica, rows, steps)
+                        yield "exchanges", exchange_rows(replica, rows, steps)
         finally:
             processes.stop()
     if wrong:
         raise RankError(f"replicas with other tokens than one GPU: {wrong}")
 
 
-def made_up(engine: Engine, cases: Sequence[Case]) -> list[list[int]]:
+def prompts_for(engine: Engine, cases: Sequence[Case]) -> list[list[int]]:
     """Return prompts for which an engine of the cases has room."""
     longest, most = max(case.context for case in cases) // 2, max(case.sequences for case in cases)
     rng = np.random.default_rng(20261130)
@@ -108,7 +108,7 @@ def made_up(engine: Engine, cases: Sequence[Case]) -> list[list[int]]:
     return [rng.integers(0, engine.config.vocab_size, length).tolist() for length in lengths]
 
 
-def generated(engine: Engine | Replica, prompts: Sequence[list[int]]) -> list[list[Drawn]]:
+def generate(engine: Engine | Replica, prompts: Sequence[list[int]]) -> list[list[Drawn]]:
     """Return TOKENS greedy tokens behind each prompt. Each prompt enters a step behind the one before it, so steps have
     chunks beside sequences that decode, and in the end these alone."""
     engine.reset()
@@ -145,7 +145,7 @@ def generated(engine: Engine | Replica, prompts: Sequence[list[int]]) -> list[li
     return found
 
 
-def compared(expected: Sequence[Sequence[Drawn]], found: Sequence[Sequence[Drawn]]) -> dict[str, Any]:
+def comparison(expected: Sequence[Sequence[Drawn]], found: Sequence[Sequence[Drawn]]) -> dict[str, Any]:
     """Return how many tokens were compared and are wrong, and how far apart the log-probabilities of equal ones are.
 
     A sequence is compared up to its first other token, which is wrong if the expected one was clearly the best.
@@ -162,22 +162,22 @@ def compared(expected: Sequence[Sequence[Drawn]], found: Sequence[Sequence[Drawn
     return {"tokens": tokens, "wrong": wrong, "error": error, "limit": LIMIT, "right": not wrong and error <= LIMIT}
 
 
-def steps_of(engine: Engine | Replica, cases: Sequence[Case], steps: int, tp: int, pp: int) -> list[dict[str, Any]]:
+def step_rows(engine: Engine | Replica, cases: Sequence[Case], steps: int, tp: int, pp: int) -> list[dict[str, Any]]:
     """Return a row for each case. Only stages have more than one step on the way; there is one microbatch."""
     like: Any = engine
     return [{"tp": tp, "pp": pp, **timed(like, case, steps, 1 if engine.overlaps else 0)} for case in cases]
 
 
-def exchanges_of(replica: Replica, rows: int, repeats: int) -> list[dict[str, Any]]:
+def exchange_rows(replica: Replica, rows: int, repeats: int) -> list[dict[str, Any]]:
     """Return a row for each kind of exchange, with the time at the slowest rank."""
     parallel, itemsize = replica.parallel, replica.dtype.itemsize
-    times = replica.everywhere(partial(exchanged, rows=rows, repeats=repeats))
+    times = replica.everywhere(partial(time_exchanges, rows=rows, repeats=repeats))
     numbers = rows * replica.config.hidden_size
     place = {"tp": parallel.tp, "pp": parallel.pp, "dtype": type_name(replica.dtype), "rows": rows}
     return [{**place, "exchange": name, "bytes": numbers * itemsize, "us": us} for name, us in times.items()]
 
 
-def exchanged(engine: Engine, rows: int, repeats: int) -> dict[str, float]:
+def time_exchanges(engine: Engine, rows: int, repeats: int) -> dict[str, float]:
     """Time each exchange of rows [rows, hidden] at this rank; return the time of one, in us, of the slowest of all."""
     ops, parallel = engine.ops, engine.parallel
 

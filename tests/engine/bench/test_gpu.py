@@ -17,7 +17,7 @@ from bench import render
 from bench.engine.cases import EngineSettings
 from bench.gpu import __main__ as gpu
 from bench.gpu.context import Context
-from bench.gpu.ranks import Drawn, compared
+from bench.gpu.ranks import Drawn, comparison
 from shared.settings import WorkerSettings
 from tests.support.compiler import needs_compiler
 
@@ -120,7 +120,7 @@ def test_tokens_of_ranks_are_wrong_where_they_differ_by_more_than_rounding() -> 
     expected = [[Drawn(5, -1.0, 1.0), Drawn(6, -1.0, 0.15), Drawn(7, -1.0, 1.0)]]
 
     def seen(*drawn: tuple[int, float]) -> tuple[int, int, bool]:
-        row = compared(expected, [[Drawn(token, logprob, 0.0) for token, logprob in drawn]])
+        row = comparison(expected, [[Drawn(token, logprob, 0.0) for token, logprob in drawn]])
         return row["tokens"], row["wrong"], row["right"]
 
     assert seen((5, -1.05), (6, -1.0), (7, -0.95)) == (3, 0, True)
@@ -177,10 +177,9 @@ def test_sanitizers_run_on_small_checks_and_findings_are_kept(tmp_path: Path, mo
 @needs_compiler
 def test_engine_and_kernels_run_where_few_packages_are(tmp_path: Path) -> None:
     program = f"""{FEW_PACKAGES}
-import bench.engine.cases, bench.kernels.main, services.worker.engine
+import bench.engine.cases, bench.gpu.ranks, bench.kernels.main, services.worker.engine
 from bench.gpu import __main__ as gpu
 from bench.gpu.context import Context
-from bench.gpu.ranks import Drawn, compared
 engine = next(part for part in gpu.PARTS if part.name == "engine")
 gpu.run_part(engine, Context("emulator", True, Path({str(tmp_path)!r})))
 """
