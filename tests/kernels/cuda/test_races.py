@@ -206,7 +206,7 @@ PLANTS = {
         in_check=True,
     ),
     "prefill, the wait is for one group too few": Plant(
-        "attention/attention_prefill.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<STAGES - 1>",
+        "attention/attention_prefill_item.cuh", "cp_async_wait<STAGES - 2>", "cp_async_wait<STAGES - 1>",
         "attention_prefill_f16_d96",
     ),
     "packed, a unit is read without __syncwarp": Plant(

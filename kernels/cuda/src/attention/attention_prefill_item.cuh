@@ -6,6 +6,7 @@
 // Kernels of fp8 bring codes, and each warp widens its slab of a piece to what a plain kernel's ring would have held.
 // Grid: KV heads, work items: so that the longest items of all heads begin first. Dynamic shared memory: ROWS *
 // head_dim numbers, KEYS * head_dim widened ones, STAGES * KEYS tokens as they are stored, then a RowTable.
+#pragma once
 #include "attention_prefill.cuh"
 
 namespace {
@@ -130,18 +131,3 @@ __device__ __forceinline__ void prefill(const AttentionParams& p) {
 }
 
 }  // namespace
-
-RESIDENT_KERNEL(attention_prefill_bf16_d64, AttentionParams, THREADS, 3, prefill<bf16, 64>)
-KERNEL(attention_prefill_bf16_d80, AttentionParams, THREADS, prefill<bf16, 80>)
-KERNEL(attention_prefill_bf16_d96, AttentionParams, THREADS, prefill<bf16, 96>)
-KERNEL(attention_prefill_bf16_d128, AttentionParams, THREADS, prefill<bf16, 128>)
-KERNEL(attention_prefill_bf16_d256, AttentionParams, THREADS, prefill<bf16, 256>)
-RESIDENT_KERNEL(attention_prefill_f16_d64, AttentionParams, THREADS, 3, prefill<f16, 64>)
-KERNEL(attention_prefill_f16_d80, AttentionParams, THREADS, prefill<f16, 80>)
-KERNEL(attention_prefill_f16_d96, AttentionParams, THREADS, prefill<f16, 96>)
-KERNEL(attention_prefill_f16_d128, AttentionParams, THREADS, prefill<f16, 128>)
-KERNEL(attention_prefill_f16_d256, AttentionParams, THREADS, prefill<f16, 256>)
-KERNEL(attention_prefill_fp8_bf16_d64, AttentionParams, THREADS, prefill<bf16, 64, true>)
-KERNEL(attention_prefill_fp8_bf16_d128, AttentionParams, THREADS, prefill<bf16, 128, true>)
-KERNEL(attention_prefill_fp8_f16_d64, AttentionParams, THREADS, prefill<f16, 64, true>)
-KERNEL(attention_prefill_fp8_f16_d128, AttentionParams, THREADS, prefill<f16, 128, true>)
