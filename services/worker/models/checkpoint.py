@@ -46,6 +46,8 @@ MOST_DIMENSIONS = 8  # no model has more; the product of a million sizes takes m
 PIECE_BYTES = 2 << 20  # of a tensor at a time, in float32, and between two reports of progress
 SHIFT = 61
 """Numbers between the begins of two rows of a random matrix."""
+SPAN = 1 << 14
+"""Random numbers that are drawn from one seed."""
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
@@ -219,15 +221,22 @@ class Dummy(Source):
         A number follows from the tensor's name and its place there: ranks have parts of one tensor. Rows overlap in
         memory, each SHIFT numbers behind the one before: to draw eight billion takes a minute.
         """
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if len(shape) < 2:
             center = 0.0 if name.endswith("bias") else 1.0
-            return torch.empty(first + rows).uniform_(center - 0.1, center + 0.1, generator=generator)[first:]
+            return self._uniform(name, first, rows, 0.1).add_(center)
         a_row, width = math.prod(shape[1:-1]), shape[-1]
-        begin, count = first * a_row, rows * a_row
-        bound = math.sqrt(3 / width)
-        drawn = torch.empty(width + SHIFT * (begin + count - 1)).uniform_(-bound, bound, generator=generator)
-        return drawn[SHIFT * begin :].as_strided((count, width), (SHIFT, 1)).reshape(rows, *shape[1:])
+        count = rows * a_row
+        drawn = self._uniform(name, SHIFT * first * a_row, width + SHIFT * (count - 1), math.sqrt(3 / width))
+        return drawn.as_strided((count, width), (SHIFT, 1)).reshape(rows, *shape[1:])
+
+    def _uniform(self, name: str, first: int, count: int, bound: float) -> Tensor:
+        """Return numbers first .. first + count of an endless row of that name; draw at most two SPANs beside them."""
+        spans = range(first // SPAN, -(-(first + count) // SPAN))
+        drawn = torch.empty(len(spans), SPAN)
+        for place, span in zip(drawn, spans, strict=True):
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {span}".encode()))
+            place.uniform_(-bound, bound, generator=generator)
+        return drawn.view(-1)[first - spans.start * SPAN :][:count]
 
     def unread(self) -> list[str]:
         return []

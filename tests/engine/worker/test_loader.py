@@ -24,7 +24,7 @@ from kernels.cpu.memory import large
 from services.worker import main
 from services.worker.kv.cache import room_for
 from services.worker.models import checkpoint, fingerprint
-from services.worker.models.checkpoint import Checkpoint, Dummy, open_weights
+from services.worker.models.checkpoint import SHIFT, SPAN, Checkpoint, Dummy, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.models.fingerprint import Fingerprint
@@ -212,6 +212,24 @@ def test_dummy_weights_differ_between_tensors_and_pieces() -> None:
 def test_dummy_weights_of_ranks_are_parts_of_one_tensor(shape: tuple[int, ...]) -> None:
     dummy = Dummy(Path())
     assert torch.equal(dummy.read("a.weight", shape, 3, 4), dummy.read("a.weight", shape, 0, 9)[3:7])
+
+
+@pytest.mark.parametrize("shape", [(128256,), (128256, 64), (128, 1536, 64)])
+def test_dummy_weights_of_the_last_rows_are_drawn_alone(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, real = 0, torch.Tensor.uniform_
+
+    def uniform(x: torch.Tensor, *bounds: float, generator: torch.Generator) -> torch.Tensor:
+        nonlocal drawn
+        drawn += x.numel()
+        return real(x, *bounds, generator=generator)
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", uniform)
+    last = Dummy(Path()).read("a.weight", shape, shape[0] - 1, 1)
+    assert last.shape == (1, *shape[1:])
+    of_last = shape[-1] + SHIFT * (last[..., 0].numel() - 1) if len(shape) > 1 else 1
+    assert drawn <= of_last + 2 * SPAN
 
 
 @pytest.mark.parametrize("name", FAMILIES)
