@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -46,9 +47,13 @@ def serve(pipe: Connection, environment: dict[str, str]) -> None:
             _follow(pipe, join(tp, pp, rank, port), make)
         except BaseException as error:
             traceback.print_exc()
+            with suppress(EOFError):
+                while pipe.recv() is not None:
+                    pass
             pipe.send(f"{type(error).__name__}: {error}")
         else:
             pipe.send("")
+        gc.collect()  # an engine is in circles of references, and the next one needs its memory
 
 
 def join(tp: int, pp: int, rank: int, port: int) -> ParallelState:
@@ -137,28 +142,35 @@ class Processes:
     def replica_of(self, tp: int, pp: int, make: Make) -> Iterator[Replica]:
         """Yield a replica whose ranks run until the end of the block.
 
-        Raise RankError, with what the other ranks say where one of them failed first.
+        Raise RankError, with what all ranks say, where one of them failed.
         """
         new = [self._start(at) for at in range(len(self._running), tp * pp - 1)]
-        wrong, missed = _wrong(new), None
-        if wrong:
+        if wrong := _wrong(new):
             raise RankError(wrong)
         pipes = [pipe for _, pipe in self._running[: tp * pp - 1]]
         store = dist.TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
         for rank, pipe in enumerate(pipes, 1):
             pipe.send((tp, pp, rank, store.port, make))
         replica, parallel = Replica(pipes), ParallelState.join(tp, pp, 0, store, TIMEOUT_S)
+        missed, is_done = None, False
         try:
             replica.engine = make(parallel=parallel)
             yield replica
+            is_done = True
         except RankError as error:
             missed = error
         finally:
+            if not is_done:
+                parallel.close()  # what another rank waits for would come after its time
             replica.tell(None)
             wrong = _wrong(pipes)
             parallel.close()
-        if wrong or missed:
-            raise RankError(wrong or str(missed)) from missed
+            replica.engine = None
+            gc.collect()
+        if missed:
+            raise RankError("; ".join(filter(None, [f"rank 0: {missed}", wrong]))) from missed
+        if wrong:
+            raise RankError(wrong)
 
     def kill(self, at: int) -> None:
         """Kill a process, which is rank at + 1."""
@@ -166,11 +178,12 @@ class Processes:
         self._running[at][0].join()
 
     def stop(self) -> None:
-        """End all processes."""
+        """End all processes; the next replica has new ones."""
         for process, pipe in self._running:
             pipe.close()
             process.kill()
             process.join()
+        self._running.clear()
 
     def _start(self, at: int) -> Connection:
         ours, theirs = self._context.Pipe()
