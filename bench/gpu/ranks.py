@@ -6,9 +6,11 @@ stands for two GPUs that meet over Gloo. Where a machine has one GPU the part sa
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +63,7 @@ class Drawn:
 def ranks(context: Context) -> Iterator[tuple[str, Any]]:
     """Yield `gpus`, and `tokens`, `steps` and `exchanges` with rows for each size of replica; `skipped` with one GPU.
 
-    Raise RankError where a replica has other tokens than one GPU, when all is measured.
+    Raise RankError where a replica has other tokens than one GPU, or none, when all sizes were tried.
     """
     gpus = torch.cuda.device_count() if context.device == "cuda" else 2
     yield "gpus", gpus
@@ -79,25 +81,29 @@ def ranks(context: Context) -> Iterator[tuple[str, Any]]:
         prompts = prompts_for(one, cases)
         expected = generate(one, prompts)
         yield "steps", step_rows(one, cases, steps, 1, 1)
-        del one  # before ranks take its memory
+        del one
+        gc.collect()  # before ranks take its memory
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         others = [{"CUDA_VISIBLE_DEVICES": own_gpu(rank, visible)} for rank in range(1, gpus)]
         processes = Processes(environments=others if context.device == "cuda" else ())
-        try:
-            for tp, pp in SIZES:
-                if tp * pp > gpus:
-                    continue
+        for tp, pp in SIZES:
+            if tp * pp > gpus:
+                continue
+            try:
                 with processes.replica_of(tp, pp, make) as replica:
                     row = {"tp": tp, "pp": pp, **comparison(expected, generate(replica, prompts))}
-                    wrong += [] if row["right"] else [row]
+                    wrong += [] if row["right"] else [f"--tp {tp} --pp {pp}: other tokens than one GPU: {row}"]
                     yield "tokens", [row]
                     yield "steps", step_rows(replica, cases, steps, tp, pp)
                     for rows in ROWS[:2] if context.quick else ROWS:
                         yield "exchanges", exchange_rows(replica, rows, steps)
-        finally:
-            processes.stop()
+            except Exception as error:
+                traceback.print_exc()
+                wrong.append(f"--tp {tp} --pp {pp}: {type(error).__name__}: {error}")
+                processes.stop()  # those of the next size have no state of these
+        processes.stop()
     if wrong:
-        raise RankError(f"replicas with other tokens than one GPU: {wrong}")
+        raise RankError("; ".join(wrong))
 
 
 def prompts_for(engine: Engine, cases: Sequence[Case]) -> list[list[int]]:
@@ -151,14 +157,15 @@ def comparison(expected: Sequence[Sequence[Drawn]], found: Sequence[Sequence[Dra
     A sequence is compared up to its first other token, which is wrong if the expected one was clearly the best.
     """
     tokens = wrong = 0
-    error = 0.0
+    errors = [0.0]
     for theirs, mine in zip(expected, found, strict=True):
         for one, other in zip(theirs, mine, strict=True):
             tokens += 1
             if one.token != other.token:
-                wrong += one.gap > 2 * LIMIT
+                wrong += not one.gap <= 2 * LIMIT  # NaN is wrong too
                 break
-            error = max(error, abs(one.logprob - other.logprob))
+            errors.append(abs(one.logprob - other.logprob))
+    error = float(np.max(errors))  # NaN if one is
     return {"tokens": tokens, "wrong": wrong, "error": error, "limit": LIMIT, "right": not wrong and error <= LIMIT}
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +19,10 @@ import torch
 from bench import render
 from bench.engine.cases import EngineSettings
 from bench.gpu import __main__ as gpu
+from bench.gpu import ranks
 from bench.gpu.context import Context
 from bench.gpu.ranks import Drawn, comparison
+from shared.errors import RankError
 from shared.settings import WorkerSettings
 from tests.support.compiler import needs_compiler
 
@@ -106,6 +111,40 @@ def test_replicas_of_two_ranks_have_the_tokens_of_one_device(tmp_path: Path) -> 
     assert all(row["us"] > 0 for row in result["exchanges"])
 
 
+@needs_compiler
+def test_a_size_that_fails_is_an_error_and_others_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def compare(*given: Any) -> dict[str, Any]:
+        sizes.append(given)
+        if len(sizes) == 1:
+            raise ValueError("no sum came")
+        return comparison(*given)
+
+    monkeypatch.setattr(ranks, "comparison", compare)
+    with pytest.raises(RankError, match=r"^--tp 2 --pp 1: ValueError: no sum came$"):
+        gpu.run_part(part("ranks"), Context("emulator", True, tmp_path))
+    result = json.loads((tmp_path / "ranks.json").read_text())
+    assert [(row["tp"], row["pp"], row["right"]) for row in result["tokens"]] == [(1, 2, True)]
+
+
+def test_processes_of_a_part_that_aborts_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks, which NCCL holds when it has aborted the first one."""
+    program, fifo = tmp_path / "aborts", tmp_path / "held"
+    program.write_text(f"#!/bin/sh\nexec 3> {fifo}\nsleep 300 &\nexit 134\n")
+    program.chmod(0o700)
+    os.mkfifo(fifo)
+    reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    writing = os.open(fifo, os.O_WRONLY)  # so that it has no end before the process has come
+    monkeypatch.setattr(sys, "executable", str(program))
+    try:
+        assert gpu.run_all([part("ranks")], Context("emulator", True, tmp_path), []) == 1
+        os.close(writing)
+        assert select.select([reading], [], [], 20)[0] and os.read(reading, 1) == b""
+    finally:
+        os.close(reading)
+
+
 def test_one_gpu_is_too_few_for_ranks_and_the_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert gpu.run_part(part("ranks"), Context("cuda", False, tmp_path)) == 0
@@ -127,6 +166,7 @@ def test_tokens_of_ranks_are_wrong_where_they_differ_by_more_than_rounding() -> 
     assert seen((5, -1.0), (9, -1.0), (9, -3.0)) == (2, 0, True), "as good as the expected one"
     assert seen((5, -1.0), (6, -1.0), (9, -1.0)) == (3, 1, False)
     assert seen((5, -1.0), (6, -1.2), (7, -1.0)) == (3, 0, False)
+    assert seen((5, -1.0), (6, -1.0), (7, math.nan)) == (3, 0, False)
 
 
 def part(name: str) -> gpu.Part:
