@@ -1,4 +1,4 @@
-// Attention of chunks as attention_prefill.cu has it, for compute capability 9.0: FlashAttention-3 (Shah et al. 2024)
+// Attention of chunks as attention_prefill.cuh has it, for compute capability 9.0: FlashAttention-3 (Shah et al. 2024)
 // with copies of 16 bytes, for a tile of keys is spread over many blocks of the cache.
 //
 // As many blocks as run at once go through all work: an item and a KV head. The first warpgroup of a block brings Q and
