@@ -82,6 +82,7 @@ class Checker:
         self._holders: dict[str, str] = {}  # key of a lease -> process that acquired it last
         self._acquired: Counter[str] = Counter()  # how often, by key of a lease
         self._call = node.local()
+        self._data = node.data
         self._was_held = False
         self._epoch = 0  # the highest that a lease or a Run was given, and that Redis has not lost
         self._lost_epoch = 0  # the highest that it has lost
@@ -281,6 +282,8 @@ class Checker:
         if self.violations:
             return
         keys = self._keys
+        for counter in self._data.below_zero:
+            self.violation(f"{counter}: was below 0")
         for name, value in _pairs(self._call("HGETALL", keys.queue)):
             if int(value) != 0:
                 self.violation(f"queue: {name.decode()} is {int(value)} at the end")

@@ -45,6 +45,8 @@ class Server(fakeredis.FakeServer):
         self.compiled: dict[bytes, Any] = {}
         self.blocked: list[Socket] = []
         self.maxmemory = 0
+        self.below_zero: list[str] = []
+        """Counters that a script took below 0: more was counted back than was counted."""
 
 
 class Socket(FakeSocket):
@@ -146,7 +148,10 @@ class Socket(FakeSocket):
         if args and name in COMMANDS_WITH_SUB:
             name, args = f"{name} {_convert_redis_arg(args[0]).decode().lower()}", args[1:]
         func, signature = self._name_to_func(name)
-        result = self._run_command(func, signature, [_convert_redis_arg(arg) for arg in args], True)
+        words = [_convert_redis_arg(arg) for arg in args]
+        result = self._run_command(func, signature, words, True)
+        if name == "hincrby" and isinstance(result, int) and result < 0:
+            self._data.below_zero.append(f"{words[0].decode()} {words[1].decode()}")
         return self._convert_redis_result(lua_runtime, result)
 
 
