@@ -120,7 +120,8 @@ def _spread(runs: Sequence[Run]) -> str:
     for axes in (ttft, tbt):  # a tenth of the gaps is a few us and the worst may be seconds
         axes.set_xscale("symlog", linthresh=1)
         axes.set_xlim(left=0)
-        axes.legend()
+        if axes.lines:  # none of a run without an answer
+            axes.legend()
     return _svg(figure)
 
 

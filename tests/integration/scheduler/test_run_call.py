@@ -36,7 +36,8 @@ class Worker:
     def begin(self, first: worker_pb2.Step | None, results: Results) -> RunState:
         if self.refuse is not None:
             raise self.refuse
-        assert first is not None
+        if first is None:  # the scheduler hung up before its hello
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "no hello")
         self.run = RunState(first.epoch, results)
         return self.run
 
