@@ -153,7 +153,7 @@ def test_busy_gateway_accepts_many_connections_in_a_round_of_its_loop() -> None:
     assert uvloop.run(run()) == [HANDLES]
 
 
-@pytest.mark.parametrize("declared, status", [("2", b"200 OK"), ("9", b"413 Request Entity Too Large")])
+@pytest.mark.parametrize("declared, status", [("2", b"200 "), ("9", b"413 ")])
 async def test_length_of_a_body_is_read_behind_any_zeros(declared: str, status: bytes) -> None:
     transport = Transport()
     context = connected(transport, RequestContext(BodyLimit(answer, 8, {}, bodies(8).hold), Metrics()))
