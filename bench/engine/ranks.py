@@ -140,7 +140,7 @@ class Processes:
 
     @contextmanager
     def replica_of(self, tp: int, pp: int, make: Make) -> Iterator[Replica]:
-        """Yield a replica whose ranks run until the end of the block.
+        """Start the ranks of a replica, yield it, and end them with the block.
 
         Raise RankError, with what all ranks say, where one of them failed.
         """

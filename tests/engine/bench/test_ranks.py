@@ -7,12 +7,14 @@ from typing import ClassVar
 
 import pytest
 
+from bench.engine.ranks import Make
+from services.worker.engine import Engine
 from services.worker.parallel.state import ParallelState
 from shared.errors import RankError
 from tests.engine.ranks import Processes
 
 
-class Heavy:
+class Heavy(Engine):
     """An engine in a circle of references, as real ones are, that has no room beside another one."""
 
     made: ClassVar[weakref.WeakSet[Heavy]] = weakref.WeakSet()
@@ -39,7 +41,7 @@ def fails_behind_leader(parallel: ParallelState) -> Heavy:
 
 def test_engines_of_a_replica_are_gone_before_the_next_is_made(processes: Processes) -> None:
     for _ in range(2):
-        with processes.replica_of(2, 1, Heavy):  # type: ignore[arg-type]  # stands for an engine
+        with processes.replica_of(2, 1, Heavy):
             pass
 
 
@@ -51,9 +53,9 @@ def test_engines_of_a_replica_are_gone_before_the_next_is_made(processes: Proces
     ],
 )
 def test_processes_serve_another_replica_after_an_error(
-    processes: Processes, make: object, error: type, text: str
+    processes: Processes, make: Make, error: type[Exception], text: str
 ) -> None:
-    with pytest.raises(error, match=text), processes.replica_of(2, 1, make):  # type: ignore[arg-type]  # no engine
+    with pytest.raises(error, match=text), processes.replica_of(2, 1, make):
         pass
-    with processes.replica_of(2, 1, Heavy) as replica:  # type: ignore[arg-type]  # stands for an engine
+    with processes.replica_of(2, 1, Heavy) as replica:
         assert isinstance(replica.engine, Heavy)
