@@ -197,8 +197,11 @@ class WorkerProcess:
                 endpoint.send(info.SerializeToString())
                 return
             step = worker_pb2.Step.FromString(await endpoint.receive())
-            if not step.HasField("hello") or step.epoch < self.highest:
-                endpoint.send((grpc.StatusCode.FAILED_PRECONDITION, f"epoch {step.epoch} < {self.highest}"))
+            if not step.HasField("hello"):
+                endpoint.send((grpc.StatusCode.INVALID_ARGUMENT, "no hello"))
+                return
+            if step.epoch < self.highest:
+                endpoint.send((grpc.StatusCode.ABORTED, f"epoch {step.epoch} < {self.highest}"))
                 return
             self.highest, self.leader = step.epoch, endpoint.peer.owner
             if self._run is not None:

@@ -250,7 +250,7 @@ class Fleet:
                 self._ended(worker, 0)
                 return
             except (grpc.aio.AioRpcError, ProtocolError, OSError) as error:
-                log.warning("worker %s at %s does not answer: %s; retrying", worker.id, worker.address, brief(error))
+                log.warning("worker %s at %s begins no Run: %s; retrying", worker.id, worker.address, brief(error))
                 self._ended(worker, 0)
                 return
             loop = WorkerLoop(link, replica, limits.slots, self._context)

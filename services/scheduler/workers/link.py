@@ -202,8 +202,8 @@ class WorkerLink:
 
 
 NOT_CAUSED_BY_A_STEP = (
-    grpc.StatusCode.FAILED_PRECONDITION,  # the worker knows a newer epoch
-    grpc.StatusCode.ABORTED,  # another Run took its place
+    grpc.StatusCode.FAILED_PRECONDITION,  # the worker refuses the Run
+    grpc.StatusCode.ABORTED,  # a Run of a newer epoch took its place
 )
 
 SILENT = "ping timeout"
@@ -226,7 +226,8 @@ def may_be_caused_by_step(error: BaseException) -> bool:
 def refusal(error: BaseException) -> ContractError | None:
     """Return why a worker refuses a Run, from the error that ended it before the first answer; None for other errors.
 
-    TCP that is off, another version, or a Run that Redis does not give this shard: the next try ends alike.
+    TCP that is off, another version, or a Run that Redis does not give this shard: the next try ends alike. A worker
+    that another shard has taken since refuses nothing: it aborts the older Run.
     """
     if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
         return ContractError(error.details() or "the worker refuses the Run")

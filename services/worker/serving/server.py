@@ -179,7 +179,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, details)
         theirs = first.hello.version if first.hello.HasField("version") else None
         shard = f"the scheduler of shard {first.hello.shard[:100]}"
-        if wrong := wrong_version(theirs, shard, "this worker") or self.refusal(first, is_known):
+        if wrong := wrong_version(theirs, shard, "this worker"):
+            raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, wrong)
+        # An older epoch is refused below: Redis could only say that it has given the worker away since.
+        if first.epoch >= self._highest_epoch and (wrong := self.refusal(first, is_known)):
             raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, wrong)
         with self._lock:
             highest = self._highest_epoch
@@ -192,8 +195,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
                 if self._draining:  # the scheduler took us a moment before we said so
                     run.tell_draining()
         if first.epoch < highest:
-            details = f"epoch {first.epoch} is older than {highest}, which was here"
-            raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, details)
+            raise RefusedError(grpc.StatusCode.ABORTED, f"epoch {first.epoch} is older than {highest}, which was here")
         if old is not None:
             old.replaced_by = first.epoch
             old.end()

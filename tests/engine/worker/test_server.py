@@ -158,15 +158,20 @@ def test_a_newer_run_ends_the_older_and_starts_from_nothing(channel: Channel, re
     old.call.cancel()
 
 
-def test_smaller_epoch_is_refused_and_leaves_the_current_run_alone(channel: Channel, reference: Reference) -> None:
+def test_smaller_epoch_is_aborted_and_leaves_the_current_run_alone(
+    server: WorkerServer, channel: Channel, reference: Reference
+) -> None:
     run = begun(channel, 5, reference)
-    assert Client(channel, epoch=4).ended_with() == grpc.StatusCode.FAILED_PRECONDITION
+    server.refusal = lambda *_: (
+        "epoch: Redis has given this worker to no Run 4"
+    )  # not asked: another shard has it since
+    assert Client(channel, epoch=4).ended_with() == grpc.StatusCode.ABORTED
     run.send(2, **chunk(len(reference.prompts[0]), 1))
     assert unpack(next(run.call).tokens).tolist() == reference.outputs[0][1:2]
     run.call.cancel()
     assert Client(channel, epoch=1 << 62).ended_with() == grpc.StatusCode.INVALID_ARGUMENT
     # Also when no client is there any more: a paused scheduler may not come back to a worker that had another.
-    assert Client(channel, epoch=4).ended_with() == grpc.StatusCode.FAILED_PRECONDITION
+    assert Client(channel, epoch=4).ended_with() == grpc.StatusCode.ABORTED
 
 
 def test_a_run_that_does_not_begin_with_hello_is_refused(channel: Channel) -> None:

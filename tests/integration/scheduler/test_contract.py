@@ -395,14 +395,16 @@ async def test_worker_that_differed_is_taken_when_the_other_one_leaves() -> None
 class RefusingWorker(Described):
     """Takes no Run. Of version 1.2 it says so before it reads hello, of 1.1 behind it, of 1.0 behind the first step."""
 
+    ends_with = (grpc.StatusCode.FAILED_PRECONDITION, "token: not that of the lease")
+
     async def Run(  # noqa: N802 - the name in worker.proto
         self, requests: AsyncIterator[worker_pb2.Step], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.Result]:
         if self.info.version.minor > 1:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "token: not that of the lease")
+            await context.abort(*self.ends_with)
         async for step in requests:
             if self.info.HasField("version") or not step.HasField("hello"):
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "token: not that of the lease")
+                await context.abort(*self.ends_with)
         yield worker_pb2.Result()  # not reached
 
 
@@ -419,6 +421,19 @@ async def test_worker_that_refuses_the_run_is_left_alone(minor: int) -> None:
     if minor:
         assert not shard.linked and not shard.core.replicas, "it was never linked"
         assert not any(record.started for record in shard.core.records.values())
+    shard.core.check()
+
+
+@pytest.mark.parametrize("minor", [0, 1, 2])
+async def test_worker_that_another_shard_took_is_not_blamed(minor: int) -> None:
+    shard = Shard(SETTINGS)
+    taken = RefusingWorker(described(id="taken", version=worker_pb2.Version(major=1, minor=minor) if minor else None))
+    taken.ends_with = (grpc.StatusCode.ABORTED, "epoch 1 is older than 2, which was here")
+    async with serving(taken) as (worker,):
+        ask(shard)
+        await shard.fleet.serve(worker)
+    assert "worker_refused" not in [kind for kind, *_ in shard.events]
+    assert shard.fleet.not_before().get(worker.identity, 0.0) < time.monotonic() + 1
     shard.core.check()
 
 

@@ -167,12 +167,12 @@ def test_half_closed_run_is_answered_to_its_end(server: RunServer, worker: Worke
 
 @bounded
 async def test_refused_run_ends_with_the_status_of_the_refusal(server: RunServer, worker: Worker) -> None:
-    worker.refuse = RefusedError(grpc.StatusCode.FAILED_PRECONDITION, "epoch 3 is older than 4")
+    worker.refuse = RefusedError(grpc.StatusCode.ABORTED, "epoch 3 is older than 4")
 
     call = await connected(server)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await anext(call)
-    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert caught.value.code() == grpc.StatusCode.ABORTED
     assert caught.value.details() == "epoch 3 is older than 4"
 
 

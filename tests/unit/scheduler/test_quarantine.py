@@ -280,5 +280,5 @@ def test_a_worker_that_is_silent_as_a_whole_blames_no_request(details: str, blam
 
 def test_a_worker_that_takes_another_run_blames_no_request() -> None:
     assert not may_be_caused_by_step(rpc(grpc.StatusCode.ABORTED, "another Run took its place"))
-    assert not may_be_caused_by_step(rpc(grpc.StatusCode.FAILED_PRECONDITION, "epoch 1 is older than 2"))
+    assert not may_be_caused_by_step(rpc(grpc.StatusCode.FAILED_PRECONDITION, "token: not that of the lease"))
     assert not may_be_caused_by_step(WorkerLostError("its stream ended"))
