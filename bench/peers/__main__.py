@@ -2,6 +2,7 @@
 
     python -m bench.peers install [NAME ...]    makes what is missing under .peers/
     python -m bench.peers                       the rounds; writes bench/results/peers.json, docs/peers.md, the chart
+    python -m bench.peers --classes int8,int4   the same of these classes; the others stay as they are
     python -m bench.peers --model llama-380m    the same with the larger model; writes only what --output says
 
 Exit codes: 0 measured, 1 a server that is installed failed, 2 wrong use.
@@ -104,18 +105,20 @@ def compare(options: argparse.Namespace, build: argparse.ArgumentParser, argv: l
         say(f"the model could not be made: {install.state(options.model).error}")
         return 1
     result = run.measure(chosen, options.model, plan, ["python", "-m", "bench.peers", *argv], say)
-    show(result, options, whole=not (options.quick or peers or classes or options.model != MODEL))
+    show(result, options, is_kept=not (options.quick or peers or options.model != MODEL))
     return 1 if any(row["error"] and row["installed"] for row in result["rows"]) else 0
 
 
-def show(result: dict[str, Any], options: argparse.Namespace, whole: bool) -> None:
-    """Print the result, and write it to the given file; the repository takes complete runs alone."""
+def show(result: dict[str, Any], options: argparse.Namespace, is_kept: bool) -> None:
+    """Print the result, and write it to the given file; the repository takes whole classes alone."""
     if options.output:
         write(options.output, result)
-    elif whole:
-        write(RESULTS / "peers.json", result)
+    elif is_kept:
+        kept = RESULTS / "peers.json"
+        shown = table.merged(json.loads(kept.read_text()), result) if options.classes else result
+        write(kept, shown)
         render.write()
-        plots.chart(result, CHART)
+        plots.chart(shown, CHART)
     if options.json:
         print(json.dumps(result))
         return

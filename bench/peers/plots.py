@@ -18,11 +18,12 @@ def chart(result: Row, path: Path) -> None:
     from matplotlib.figure import Figure
 
     classes = [name for name in CLASSES if any(row["class"] == name and row["medians"] for row in result["rows"])]
+    peers = dict.fromkeys(row["peer"] for row in result["rows"] if row["peer"] != OURS)
+    colours = dict(zip(peers, THEIR_COLOURS, strict=False)) | {OURS: OURS_COLOUR}
     figure = Figure(figsize=(6 * len(classes), 4.2), layout="constrained")
     for axes, precision in zip(figure.subplots(1, len(classes), squeeze=False)[0], classes, strict=True):
         members = [row for row in result["rows"] if row["class"] == precision and row["medians"]]
         width = 0.8 / len(members)
-        colours = iter(THEIR_COLOURS * 3)
         for place, row in enumerate(members):
             bars = [
                 (spot, found["output_tok_s"])
@@ -38,7 +39,7 @@ def chart(result: Row, path: Path) -> None:
                 yerr=spans,
                 capsize=2,
                 label=row["name"],
-                color=OURS_COLOUR if row["peer"] == OURS else next(colours),
+                color=colours[row["peer"]],
             )
         axes.set_xticks(range(3), ["1", "8", "32"])
         axes.set_xlabel("requests at a time")

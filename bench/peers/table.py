@@ -101,6 +101,28 @@ def finish(result: Row) -> Row:
     return result
 
 
+RUN = ("command", "date", "commit", "machine")
+"""What `merged` keeps of the run of each row."""
+
+
+def merged(before: Row, result: Row) -> Row:
+    """Return a result in which a later run of some classes replaces their rows; each row names its `run`.
+
+    Raises ValueError where the two were not measured alike.
+    """
+    for key in ("settings", "model_sha256"):
+        if before[key] != result[key]:
+            raise ValueError(f"{key}: {result[key]}, not the {before[key]} of the other classes; measure all of them")
+    measured = {row["declared"] for row in result["rows"]}
+    kept = [row for row in before["rows"] if row["declared"] not in measured]
+    rows = [
+        {"run": {key: one[key] for key in RUN}, **row}
+        for one, of in ((before, kept), (result, result["rows"]))
+        for row in of
+    ]
+    return finish({**before, "rows": rows})
+
+
 def ratios(rows: Sequence[Row]) -> list[Row]:
     """Return Orcinus against the best peer of each class for each figure; a class without either has no line."""
     found = []

@@ -38,7 +38,7 @@ def result(*rows: dict[str, Any]) -> dict[str, Any]:
         {
             "rows": list(rows), "date": "2026-01-02T03:04:05Z", "commit": "abc", "command": "python -m bench.peers",
             "machine": {"cpu": "C", "cores": 2, "memory_gib": 8.0, "system": "S", "load_1m_before": 0.1},
-            "settings": {"rounds": 3},
+            "settings": {"rounds": 3}, "model_sha256": "e5",
         }
     )  # fmt: skip
 
@@ -87,6 +87,26 @@ def test_ratio_is_that_to_the_best_peer_of_the_class() -> None:
     )["ratios"]
     assert (gaps["best_peer"], gaps["ratio"], gaps["reached"]) == ("a", 0.75, True), "less time is better"
     assert (rate["best_peer"], rate["ratio"], rate["goal"], rate["reached"]) == ("a", 0.8, None, None)
+
+
+def test_later_run_of_a_class_replaces_that_class_alone() -> None:
+    before = result(row("ours", OURS, EXACT, {"c8": cell(1200)}), row("old", OURS, INT8, {"c8": cell(300)}))
+    later = {**result(row("new", OURS, INT8, {"c8": cell(400)}), row("a", "a", INT8, {"c8": cell(200)})), "commit": "d"}
+    both = table.merged(before, later)
+    assert [(each["name"], each["run"]["commit"]) for each in both["rows"]] == [
+        ("ours", "abc"),
+        ("new", "d"),
+        ("a", "d"),
+    ]
+    assert [(line["class"], line["ratio"]) for line in both["ratios"]] == [(INT8, 2.0)]
+    again = table.merged(both, {**before, "rows": before["rows"][:1], "commit": "e"})
+    assert [(each["name"], each["run"]["commit"]) for each in again["rows"]] == [
+        ("new", "d"),
+        ("a", "d"),
+        ("ours", "e"),
+    ]
+    with pytest.raises(ValueError, match=r"^settings: .*'rounds': 1.*, not the .*'rounds': 3"):
+        table.merged(before, {**later, "settings": {"rounds": 1}})
 
 
 def test_failing_recipe_stops_only_what_needs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
