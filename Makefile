@@ -68,7 +68,7 @@ endif
 # Fail on a machine without a usable GPU before some gigabytes are installed.
 gpu-at-hand: | $(VENV)/.made
 ifneq ($(GPU),)
-	@$(PY) -m services.launcher.gpu_checks $(if $(TORCH_INDEX),--any-driver)
+	@$(PY) -m services.launcher.gpu.checks $(if $(TORCH_INDEX),--any-driver)
 endif
 
 install: $(RUN_STAMP) $(PROTOS) ## install what `make run` needs (DEVICE=cuda: torch for CUDA and CuPy too)

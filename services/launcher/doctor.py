@@ -15,8 +15,8 @@ import psutil
 
 from services.launcher import redis_server
 from services.launcher.check import Check
-from services.launcher.gpu_checks import judge
-from services.launcher.gpu_facts import Facts, device_files, gather
+from services.launcher.gpu.checks import judge
+from services.launcher.gpu.facts import Facts, device_files, gather
 from services.launcher.model_check import free_memory, memory_problem, model_problem, read_model, wants_gpu
 from services.launcher.rundir import RunDir
 from services.launcher.up import port_problem

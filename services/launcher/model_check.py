@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from services.launcher.gpu_facts import device_files, gather_driver
+from services.launcher.gpu.facts import device_files, gather_driver
 from services.worker.gpu_choice import demands_gpu, lacks_kernels, may_use_gpu, stays_on_cpu
 from services.worker.models.config import DecoderConfig, load_config, rank_config
 from services.worker.models.matrices import shapes, tables

@@ -26,7 +26,7 @@ from pydantic_settings import BaseSettings
 
 from services.hub.store import hold
 from services.launcher import redis_server
-from services.launcher.gpu_facts import cupy_packages, device_count, device_files, torch_cuda
+from services.launcher.gpu.facts import cupy_packages, device_count, device_files, torch_cuda
 from services.launcher.model_check import (
     expected_bytes,
     free_memory,

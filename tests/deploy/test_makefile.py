@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher.gpu_facts import NODES
+from services.launcher.gpu.facts import NODES
 from tests.support.launcher import ROOT, clean_env
 
 
@@ -122,9 +122,9 @@ def test_index_for_torch_is_used_for_torch_only(checkout: Path) -> None:
 
 def test_cuda_installs_torch_for_cuda_first_when_requested(checkout: Path) -> None:
     plain, cuda = make(checkout, "-n", "run").stdout, make(checkout, "-n", "run", "DEVICE=cuda").stdout
-    assert "gpu_checks" not in plain and "cupy" not in plain and "===" not in plain
-    steps = [line for line in cuda.splitlines() if "gpu_checks" in line or "pip_progress" in line]
-    assert "services.launcher.gpu_checks" in steps[0]
+    assert "gpu.checks" not in plain and "cupy" not in plain and "===" not in plain
+    steps = [line for line in cuda.splitlines() if "gpu.checks" in line or "pip_progress" in line]
+    assert "services.launcher.gpu.checks" in steps[0]
     assert re.search(r"version\.cuda.* != \"(\S+)\".*\|\| .*pip_progress.* 'torch===\1'$", steps[1])
     assert "--extra" in steps[2]
     assert re.search(r"pip_progress.* 'torch==\d", steps[3])
@@ -156,20 +156,25 @@ def test_cupy_is_for_the_cuda_that_torch_is_for(checkout: Path, cuda: str, cupy:
     assert done.returncode == 0, done.stderr
     installed = [line for line in asked.read_text().splitlines() if "pip_progress" in line]
     assert f"pip_progress {cupy}" in installed[0]
-    assert "gpu_checks --any-driver" in asked.read_text()  # a driver for that torch need not be one for CUDA 13
+    assert "gpu.checks --any-driver" in asked.read_text()  # a driver for that torch need not be one for CUDA 13
 
 
 def test_cuda_without_a_gpu_is_an_error_before_the_installation(checkout: Path) -> None:
     if any(Path(node).exists() for node in NODES):
         pytest.skip("this machine has a GPU")
-    for name in ("__init__", "launcher/__init__", "launcher/check", "launcher/gpu_checks", "launcher/gpu_facts"):
+    for name in (
+        "__init__",
+        "launcher/__init__",
+        "launcher/check",
+        *(f"launcher/gpu/{each}" for each in ("__init__", "checks", "facts")),
+    ):
         target = checkout / "services" / f"{name}.py"
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "services" / f"{name}.py", target)
     python = checkout / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     # It installs nothing, whatever the Makefile asks for: its packages are those of these tests.
-    look = f'*gpu_checks*) exec "{sys.executable}" "$@";;'
+    look = f'*gpu.checks*) exec "{sys.executable}" "$@";;'
     python.write_text(f'#!/bin/sh\necho "$*" >> "{checkout / "asked"}"\ncase "$*" in {look} *) exit 3;; esac\n')
     python.chmod(0o755)
     (checkout / ".venv" / ".made").touch()

@@ -20,7 +20,7 @@ from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeB
 from services.gateway.text.reasoning import MARKERS
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
-from services.launcher.gpu_checks import HIDDEN_BY
+from services.launcher.gpu.checks import HIDDEN_BY
 from services.scheduler.core.policy.presets import OPTIONS, PRESETS, WAYS
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.telemetry import Stats

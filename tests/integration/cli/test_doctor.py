@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from kernels.cpu import build
 from services.cli.app import app
 from services.launcher import doctor, redis_server
-from services.launcher.gpu_checks import judge
-from services.launcher.gpu_facts import Facts
+from services.launcher.gpu.checks import judge
+from services.launcher.gpu.facts import Facts
 from services.launcher.model_check import model_problem
 from services.launcher.rundir import RunDir
 from shared.errors import ConfigurationError

@@ -1,4 +1,4 @@
-// A driver's library that answers as one of a machine with two GPUs would: what gpu_probe asks, and no more. The second
+// A driver's library that answers as one of a machine with two GPUs would: what the probe asks, and no more. The second
 // argument of the compiler's command, -DINIT=..., is what cuInit returns.
 #include <cstddef>
 #include <cstring>

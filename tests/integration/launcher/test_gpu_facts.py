@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.launcher import gpu_facts, up
-from services.launcher.gpu_checks import judge
-from services.launcher.gpu_facts import Device, gather, gather_driver, torch_cuda
+from services.launcher import up
+from services.launcher.gpu import facts as gpu_facts
+from services.launcher.gpu.checks import judge
+from services.launcher.gpu.facts import Device, gather, gather_driver, torch_cuda
 from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.support.compiler import needs_compiler
 from tests.support.stand_ins.recorded_gpus import GIB, PROC_VERSION, SMI, driver
@@ -119,11 +120,11 @@ def test_cpu_build_of_torch_is_a_fault_beside_a_gpu(
 def test_probe_that_hangs_or_dies_is_a_fact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, timeout_s: float, said: str
 ) -> None:
-    package = tmp_path / "services" / "launcher"
+    package = tmp_path / "services" / "launcher" / "gpu"
     package.mkdir(parents=True)
-    for folder in (package, package.parent):
+    for folder in (package, package.parent, package.parent.parent):
         (folder / "__init__.py").touch()  # else the real package goes before it where PYTHONPATH names the checkout
-    (package / "gpu_probe.py").write_text(program)
+    (package / "probe.py").write_text(program)
     monkeypatch.setattr(gpu_facts, "ROOT", tmp_path)
     assert gpu_facts.probe("driver", timeout_s=timeout_s) == {"failed": said}
 

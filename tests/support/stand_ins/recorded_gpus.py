@@ -1,10 +1,10 @@
-"""What machines answered, as gpu_facts keeps it: an H200 in order, and what else is said where something is wrong."""
+"""What machines answered, as `Facts` holds it: an H200 in order, and what else is said where something is wrong."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from services.launcher.gpu_facts import Facts
+from services.launcher.gpu.facts import Facts
 
 GIB = 1 << 30
 SMI = "GPU 0: NVIDIA H200 (UUID: GPU-2f5b6c1e-8f0e-4f63-9a0a-0f3b8f1c2d3e)"

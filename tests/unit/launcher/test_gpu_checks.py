@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.launcher import gpu_checks
 from services.launcher.check import Check
-from services.launcher.gpu_checks import CUDA, OLDEST_CAPABILITY, judge, judge_driver
-from services.launcher.gpu_facts import Facts
+from services.launcher.gpu import checks
+from services.launcher.gpu.checks import CUDA, OLDEST_CAPABILITY, judge, judge_driver
+from services.launcher.gpu.facts import Facts
 from tests.support.launcher import ROOT
 from tests.support.stand_ins.recorded_gpus import (
     ADA,
@@ -186,15 +186,15 @@ def test_driver_is_not_judged_while_the_cuda_of_torch_is_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = machine(driver={**machine().driver, "cuda": 12040}, torch={}, cupy={}, cupy_packages={}, nvrtc={})
-    monkeypatch.setattr(gpu_checks, "gather_driver", lambda: old)
+    monkeypatch.setattr(checks, "gather_driver", lambda: old)
     for arguments, code in (([], 2), (["--any-driver"], 0)):
-        monkeypatch.setattr(sys, "argv", ["gpu_checks", *arguments])
-        assert gpu_checks.main() == code
+        monkeypatch.setattr(sys, "argv", ["checks", *arguments])
+        assert checks.main() == code
         assert ("supports CUDA 12.4" in capsys.readouterr().err) == bool(code)
 
 
 def test_the_question_before_an_installation_needs_the_standard_library_only() -> None:
-    program = "import sys; sys.path.insert(0, '.'); import services.launcher.gpu_checks, services.launcher.gpu_probe"
+    program = "import sys; sys.path.insert(0, '.'); import services.launcher.gpu.checks, services.launcher.gpu.probe"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.launcher import doctor, model_check, up
-from services.launcher.gpu_facts import Facts
+from services.launcher.gpu.facts import Facts
 from shared.errors import ConfigurationError
 from shared.settings import LauncherSettings, WorkerSettings
 

@@ -1,7 +1,7 @@
-"""Print what the software of a GPU answers: `python -m services.launcher.gpu_probe driver|python [ARCH]`, as JSON.
+"""Print what the software of a GPU answers: `python -m services.launcher.gpu.probe driver|python [ARCH]`, as JSON.
 
 `driver` asks libcuda and needs the standard library only; `python` asks torch, CuPy and NVRTC, and the loader for what
-was compiled before. A child of gpu_facts: a library that hangs, crashes or prints takes only this process with it.
+was compiled before. A child of facts.py: a library that hangs, crashes or prints takes only this process with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gather what a machine says about its GPUs; gpu_checks.py judges it.
+"""Gather what a machine says about its GPUs; checks.py judges it.
 
 Standard library only, since `make run DEVICE=cuda` asks before anything is installed.
 """
@@ -18,7 +18,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NODES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, WSL
 CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
 PCI = Path("/sys/bus/pci/devices")
@@ -45,7 +45,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Answers as they came, empty where there was none. See gpu_probe for `driver`, `torch`, `cupy` and `nvrtc`."""
+    """Answers as they came, empty where there was none. See probe.py for `driver`, `torch`, `cupy` and `nvrtc`."""
 
     card: bool = False  # an NVIDIA card on the PCI bus, which a container sees too
     nodes: bool = False  # the driver's device files
@@ -177,7 +177,7 @@ def _memlock() -> int | None:
 
 def probe(*arguments: str, timeout_s: float) -> dict[str, Any]:
     """Return the probe's answer, or {"failed": reason}; a library may print before it."""
-    command = [sys.executable, "-m", "services.launcher.gpu_probe", *arguments]
+    command = [sys.executable, "-m", "services.launcher.gpu.probe", *arguments]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:

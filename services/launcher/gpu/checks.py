@@ -1,6 +1,6 @@
 """Judge the facts of a machine for DEVICE=cuda: one line for each thing that must fit, with what to do.
 
-Pure, except `main`, which make calls before it installs gigabytes: `python -m services.launcher.gpu_checks`. Standard
+Pure, except `main`, which make calls before it installs gigabytes: `python -m services.launcher.gpu.checks`. Standard
 library only, for the same reason.
 """
 
@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from services.launcher.check import Check
-from services.launcher.gpu_facts import Device, Facts, gather_driver
+from services.launcher.gpu.facts import Device, Facts, gather_driver
 
 GIB = 1 << 30
 OLDEST_CAPABILITY = (8, 0)  # bfloat16 tensor cores and cp.async
