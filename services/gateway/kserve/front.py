@@ -25,7 +25,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from protos import kserve_pb2 as kserve
-from services.gateway.admission import MANY_BODIES, HeldBytes
+from services.gateway.admission import BODIES, MANY_BODIES, HeldBytes
 from services.gateway.auth import Caller
 from services.gateway.delivery.stream import Generation
 from services.gateway.errors import RETRY, ApiError, invalid, too_big
@@ -94,8 +94,6 @@ MOST_MESSAGE_BYTES = 2048
 """Of an error, which may quote its client. A client takes 8 KiB of metadata, in which a byte of a message takes up to
 three; with more the call ends with another error.
 """
-MOST_STREAMS = 256
-"""Calls of ModelStreamInfer, each of which may bring a message at any time; a tenant may have half, as above."""
 AT_ONCE_S = 2.0
 """A message that takes longer counts as the longest among the bodies that come in: gRPC does not say how much of it is
 there.
@@ -104,9 +102,10 @@ MOST_OF_A_STREAM = 256
 """Requests of one stream that run at the same time; it is read on when one of them ended."""
 MOST_ID = 1024
 """Characters; each answer repeats them."""
-READ_BODIES = 2
-"""Messages up to so many times the limit of a body are read, and refused here with a message and a code. At longer
-ones gRPC ends the call without them."""
+READ_BYTES = 64 << 10
+"""Messages that are longer than a body by so much are read, and refused here with a message and a code. At longer ones
+gRPC ends the call without them.
+"""
 STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -165,8 +164,9 @@ class GrpcFront:
         self._gateway = gateway
         self._calls: Counter[str] = Counter()  # of each tenant
         self.settings = settings = gateway.settings
-        self._longest = READ_BODIES * settings.max_body_bytes
-        self._streams = HeldBytes("messages of streams", MOST_STREAMS * self._longest, RETRY, MANY_BODIES)
+        self._longest = settings.max_body_bytes + READ_BYTES
+        # Each stream may bring a message at any time. They count apart: idle ones leave room for other bodies.
+        self._streams = HeldBytes("messages of streams", BODIES * settings.max_body_bytes, RETRY, MANY_BODIES)
         chain, key = settings.tls_cert, settings.tls_key
         self._certificate = Certificate(chain, key) if chain is not None and key is not None else None
         options = [

@@ -364,9 +364,9 @@ async def test_messages_that_come_slowly_are_bounded_for_a_tenant_and_for_all(
         def begin(key: str) -> grpc.aio.StreamStreamCall[Any, Any]:
             return channel.stream_stream(f"/{SERVICE}/ModelReady")(metadata=(("x-api-key", key),))
 
-        of_tenant = BODIES // 2 // front.READ_BODIES
+        longest = gateway.settings.max_body_bytes + front.READ_BYTES
+        of_tenant = gateway.bodies.most_bytes // 2 // longest
         slow = [begin(alice) for _ in range(of_tenant)]
-        longest = front.READ_BODIES * gateway.settings.max_body_bytes
         await wait_until(lambda: gateway.bodies.held_bytes == of_tenant * longest)
         refused = begin(alice)
         assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -378,17 +378,21 @@ async def test_messages_that_come_slowly_are_bounded_for_a_tenant_and_for_all(
         await wait_until(lambda: not gateway.bodies.held_bytes)
 
 
-async def test_streams_are_bounded_for_a_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "MOST_STREAMS", 4)
-    async with serving(tmp_path) as (_, _, channel, alice, bob), asyncio.timeout(60):
+async def test_messages_of_streams_are_bounded_in_bytes_for_a_tenant(tmp_path: Path) -> None:
+    """Each stream may hold the longest message; 256 of them held 2 GiB."""
+    async with serving(tmp_path) as (gateway, _, channel, alice, bob), asyncio.timeout(60):
 
         def begin(key: str) -> grpc.aio.StreamStreamCall[Any, Any]:
             return GRPCInferenceServiceStub(channel).ModelStreamInfer(metadata=(("x-api-key", key),))
 
-        calls = [begin(alice) for _ in range(3)]
+        body = gateway.settings.max_body_bytes
+        of_tenant = BODIES * body // 2 // (body + front.READ_BYTES)
+        calls = [begin(alice) for _ in range(of_tenant + 1)]
         codes = [asyncio.create_task(call.code()) for call in calls]
         ended, _ = await asyncio.wait(codes, return_when=asyncio.FIRST_COMPLETED)
         assert [code.result() for code in ended] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+        refused = calls[codes.index(ended.pop())]
+        assert (await refused.trailing_metadata())["code"] == "too_many_bodies"
         other = begin(bob)
         await other.done_writing()
         assert await other.code() is grpc.StatusCode.OK
