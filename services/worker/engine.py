@@ -106,7 +106,7 @@ class Engine:
         check_matrices(config, weights, method)
         self.config = config
         head, spans = weights.head(), weights.spans()
-        fingerprint = Fingerprint(head, spans, max(1, torch.get_num_threads() // 2))
+        fingerprint = Fingerprint(head, spans, max(1, torch.get_num_threads() // 2), self.parallel)
         with room_for("the kernels", "use a smaller model"):
             self.ops, self.dtype = choose(settings, rank_config(config, self.parallel.tp, self.parallel.pp))
         self._numerics_of_format = method.numerics(self.ops, self.dtype)

@@ -1,7 +1,8 @@
 """The digest of a model's weights: every byte of every tensor, read again by threads beside the load.
 
 `model_hash` of Describe. Equal ones mean equal numbers, which is what a sequence that goes on at another worker and a
-block of KV from one rely on. The threads run at a low priority: they take what the load leaves of the cores.
+block of KV from one rely on. The threads run at a low priority: they take what the load leaves of the cores. Of the
+ranks of a replica that read the same files, the lowest one computes it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import contextlib
 import hashlib
 import os
 import queue
+import socket
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from services.worker.parallel.state import ParallelState
 from shared.errors import ModelError
 
 DIGITS = 32
@@ -30,12 +33,18 @@ Span = tuple[Path, int, int]
 class Fingerprint:
     """Begins at once; `result` does what is left. The threads end with the process."""
 
-    def __init__(self, head: bytes, spans: Iterable[Span], threads: int = 1) -> None:
+    def __init__(
+        self, head: bytes, spans: Iterable[Span], threads: int = 1, parallel: ParallelState | None = None
+    ) -> None:
         """head: what decides the numbers besides those of the tensors: settings, names, types and shapes. threads: at
-        most, and MOST_THREADS.
+        most, and MOST_THREADS. parallel: makes its calls in the same order at all ranks.
         """
         self._head = head
-        leaves = [leaf for span in spans for leaf in _leaves(*span)]
+        self._parallel = parallel or ParallelState()
+        spans = list(spans)
+        readers = self._parallel.texts(_files(spans))
+        self._reader = readers.index(readers[self._parallel.rank])
+        leaves = [leaf for span in spans for leaf in _leaves(*span)] if self._reader == self._parallel.rank else []
         self._digests = [b""] * len(leaves)
         self._left: queue.SimpleQueue[tuple[int, Span]] = queue.SimpleQueue()
         for numbered in enumerate(leaves):
@@ -47,13 +56,14 @@ class Fingerprint:
             thread.start()
 
     def result(self) -> str:
-        """Return DIGITS hex digits. Raise ModelError where a file cannot be read."""
+        """Return DIGITS hex digits. Raise ModelError where a file cannot be read, and RankError."""
         self._run()  # threads of a low priority may wait for long on a busy machine
         for thread in self._threads:
             thread.join()
         if self._errors:
             raise ModelError(f"the weights could not be read again for their digest: {self._errors[0]}")
-        return hashlib.sha256(hashlib.sha256(self._head).digest() + b"".join(self._digests)).hexdigest()[:DIGITS]
+        computed = hashlib.sha256(hashlib.sha256(self._head).digest() + b"".join(self._digests)).hexdigest()[:DIGITS]
+        return self._parallel.texts(computed)[self._reader]
 
     def _run_aside(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # a thread has a priority of its own on Linux alone
@@ -71,6 +81,13 @@ class Fingerprint:
                 self._digests[number] = _digest(*span, buffer)
             except (OSError, EOFError) as error:
                 self._errors.append(error)
+
+
+def _files(spans: Iterable[Span]) -> str:
+    """Return a text that is the same in processes of one machine that read the same files."""
+    states = [(path, path.stat()) for path in sorted({path for path, _, _ in spans})]
+    files = [(str(path), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns) for path, state in states]
+    return hashlib.sha256(repr((socket.gethostname(), files)).encode()).hexdigest()
 
 
 def _leaves(path: Path, start: int, size: int) -> Iterable[Span]:

@@ -8,6 +8,8 @@ import mmap
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.models.fingerprint import Fingerprint
 from services.worker.models.matrices import shapes
 from services.worker.models.stored import HELD_BITS
+from services.worker.parallel.state import ParallelState
 from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError, ModelError
 from shared.settings import WorkerSettings
@@ -461,6 +464,30 @@ def test_weights_that_are_cut_off_under_their_digest_are_named(tmp_path: Path) -
     (tmp_path / "short").write_bytes(bytes(100))
     with pytest.raises(ModelError, match=r"read again for their digest: .*short is cut off"):
         Fingerprint(b"", [(tmp_path / "short", 90, 20)]).result()
+
+
+def test_ranks_with_the_same_files_read_them_once(tmp_path: Path) -> None:
+    for name, content in (("model", b"1" * 100), ("copy", b"2" * 100)):
+        (tmp_path / name).write_bytes(content)
+    said: list[str] = [""] * 3
+    barrier = threading.Barrier(3, timeout=60)
+
+    class Rank(ParallelState):
+        def texts(self, text: str) -> list[str]:
+            said[self.rank] = text
+            barrier.wait()
+            found = [*said]
+            barrier.wait()
+            return found
+
+    def read(rank: int) -> str:
+        spans = [(tmp_path / "model", 0, 100), (tmp_path / "model", 90, 20), (tmp_path / "copy", 0, 100)]
+        return Fingerprint(b"", [spans[rank]], parallel=Rank(3, 1, rank)).result()
+
+    with ThreadPoolExecutor(3) as pool:
+        first, second, other = pool.map(read, range(3))
+    assert first == second == Fingerprint(b"", [(tmp_path / "model", 0, 100)]).result(), "the second would fail"
+    assert other == Fingerprint(b"", [(tmp_path / "copy", 0, 100)]).result() != first
 
 
 def test_progress_of_one_large_tensor_is_reported_in_pieces(
