@@ -342,5 +342,6 @@ class Scripts:
         self.fenced = Script(client, "fenced", observe)
         self.give = Script(client, "give", observe)
         self.drop = Script(client, "drop", observe)
+        self.recount = Script(client, "recount", observe)
         self.keep = Script(client, "keep", observe)
         self.forget = Script(client, "forget", observe)

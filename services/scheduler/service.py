@@ -315,6 +315,7 @@ class Service:
                 self._stats.replicas(replicas)
                 await self._reports.stats(self._snapshot(), self._stats.iterations.fields(), replicas)
                 await self._lengths.write(time.monotonic())
+                await self._intake.recount(time.monotonic())
                 await self._reports.letters(self._letters.take())
                 alive = await self._reports.gateways_alive(self.quarantine.gateways)
                 self.quarantine.check_gateways(alive, time.monotonic_ns())

@@ -61,7 +61,6 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   if waiting > 0 and waiting + tokens > most_tokens then return {'full', waiting} end
 
   local tenants = queue .. ':tenants'
-  if waiting <= 0 then redis.call('DEL', tenants) end
   local held, waiters = whole(redis.call('HGET', tenants, tenant), 0), redis.call('HLEN', tenants)
   if held > 0 and held + tokens > tenant_tokens then return {'tenant', held, waiters} end
 
@@ -106,7 +105,9 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
 
   -- First of all writes: Redis may refuse it, and then the request leaves nothing.
   local kept = kept_bytes + (#delivery > LONG_DELIVERY and #delivery or 0)
-  local entry = add_entry(queue, stream, request, tenant, bytes, kept, grammar, text)
+  local fields = {r = request, id = string.sub(req, #prefix_of(queue) + #'req:' + 1), tenant = tenant, tokens = tokens, bytes = bytes,
+    kept = kept, grammar = grammar}
+  local entry = add_entry(queue, stream, fields, text)
   if is_limited then
     redis.call('HSET', bucket, 'at', now, 'running', running + 1)
     -- A limit that is off has no level. If it is switched on later, its bucket starts full.
@@ -136,22 +137,8 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   return {'ok', entry, left_requests, left_tokens}
 end
 
--- A stream that was deleted leaves the counts of its entries and their grammars, and a request of which the record is
--- gone leaves its tokens. Without an entry in any stream nothing waits or runs: whatever is counted is wrong.
-local function forget_lost()
-  for _, class in ipairs({'realtime', 'high', 'normal', 'low'}) do
-    if redis.call('XLEN', string.sub(queue, 1, -#'queue' - 1) .. 'requests:' .. class) > 0 then return end
-    redis.call('HDEL', queue, 'tokens:' .. class)
-  end
-  redis.call('HDEL', queue, 'tokens', 'requests')
-  redis.call('DEL', queue .. ':tenants', queue .. ':grammars')
-  if redis.call('XLEN', queue .. ':kept') > 0 then return end
-  redis.call('HDEL', queue, 'bytes')
-  redis.call('DEL', queue .. ':bytes')
-end
-
 count_expired(queue, now - KEPT_MS, now + KEPT_MS)
-pcall(forget_lost)  -- a key of another type keeps it from nothing but this
+pcall(recount, queue, 0)  -- a queue without entries needs no scheduler for this; a key of another type keeps it from this alone
 local answers = {}
 for i = 0, (#KEYS - 3) / PER_KEYS - 1 do
   local k, a = 3 + i * PER_KEYS, 3 + i * PER_ARGV

@@ -133,40 +133,169 @@ local function drop_grammar(queue, tenant, grammar)
   redis.call('HDEL', grammars, 'requests:' .. grammar, 'text:' .. grammar, 'bytes:' .. grammar)
 end
 
--- Adds a request to its stream and counts its bytes; returns the id of the entry. The entry carries what was counted, so
--- that `delete_entry` counts the same back, the part of it that is kept behind the end, and the name of the grammar if
--- its text lies apart. text: of that grammar; '' where Redis has it.
-local function add_entry(queue, stream, request, tenant, bytes, kept, grammar, text)
-  local fields = {'r', request, 'tenant', tenant, 'bytes', bytes, 'kept', kept}
+-- Returns what the entry of a request carries: `r`, the request; `id`, its id; what was counted with it: `tenant`, `tokens`,
+-- `bytes`, the part `kept` of them that stays behind the end, and `grammar`, the name of its grammar if the text lies apart.
+-- Of a deleted entry it is nothing.
+local function entry_fields(pairs)
+  local fields = {}
+  for i = 1, #pairs, 2 do fields[pairs[i]] = pairs[i + 1] end
+  for _, name in ipairs({'tokens', 'bytes', 'kept'}) do fields[name] = math.max(0, whole(fields[name], 0)) end
+  fields.tenant, fields.grammar = fields.tenant or '', fields.grammar or ''
+  return fields
+end
+
+local function read_entry(stream, entry)
+  local row = redis.call('XRANGE', stream, entry, entry)[1]
+  return entry_fields(row and row[2] or {})
+end
+
+-- Adds a request to its stream and counts its bytes; returns the id of the entry. The entry carries what is counted, so
+-- that the same is counted back. fields: as of `entry_fields`. text: of its grammar; '' where Redis has it.
+local function add_entry(queue, stream, fields, text)
+  local tenant, bytes, grammar = fields.tenant, fields.bytes, fields.grammar
+  local words = {'r', fields.r, 'tenant', tenant, 'bytes', bytes, 'kept', fields.kept, 'tokens', fields.tokens}
+  if fields.id then words[#words + 1], words[#words + 2] = 'id', fields.id end
   if grammar ~= '' then
-    fields[9], fields[10] = 'grammar', grammar
+    words[#words + 1], words[#words + 2] = 'grammar', grammar
     add_grammar(queue, tenant, grammar, text)
   end
   count_bytes(queue, tenant, bytes)
-  local added = redis.pcall('XADD', stream, '*', unpack(fields))
+  local added = redis.pcall('XADD', stream, '*', unpack(words))
   if type(added) ~= 'table' then return added end
   if grammar ~= '' then drop_grammar(queue, tenant, grammar) end
   count_bytes(queue, tenant, -bytes)
-  return redis.call('XADD', stream, '*', unpack(fields))  -- raises the same error
+  return redis.call('XADD', stream, '*', unpack(words))  -- raises the same error
 end
 
--- Returns what the entry of a request carries: tenant, bytes, the part of them that is kept, name of its grammar. Of a
--- deleted entry it is nothing.
-local function read_entry(stream, entry)
-  local fields = {}
-  for _, row in ipairs(redis.call('XRANGE', stream, entry, entry)) do
-    for i = 1, #row[2], 2 do fields[row[2][i]] = row[2][i + 1] end
-  end
-  local bytes, kept = math.max(0, whole(fields.bytes, 0)), math.max(0, whole(fields.kept, 0))
-  return fields.tenant or '', bytes, kept, fields.grammar or ''
-end
-
--- Acknowledges and deletes the entry of a request and counts back what it carries, once. Returns tenant, the bytes that
--- are kept, and whether the entry was there.
+-- Acknowledges and deletes the entry of a request and counts back the bytes that it carries, once. Returns its fields.
 local function delete_entry(queue, stream, group, entry)
-  local tenant, bytes, kept, grammar = read_entry(stream, entry)
-  count_bytes(queue, tenant, -bytes)
-  if grammar ~= '' then drop_grammar(queue, tenant, grammar) end
+  local fields = read_entry(stream, entry)
+  count_bytes(queue, fields.tenant, -fields.bytes)
+  if fields.grammar ~= '' then drop_grammar(queue, fields.tenant, fields.grammar) end
   redis.call('XACK', stream, group, entry)
-  return tenant, kept, redis.call('XDEL', stream, entry) == 1
+  redis.call('XDEL', stream, entry)
+  return fields
+end
+
+local function prefix_of(queue) return string.sub(queue, 1, -#'queue' - 1) end
+
+-- Returns whether the request of an entry is counted as waiting: from its enqueueing to its first step or its end. One of
+-- which the record is gone waits until its entry is dropped.
+local function is_waiting(queue, entry, fields)
+  if not fields.id then return false end
+  local record = redis.pcall('HMGET', prefix_of(queue) .. 'req:' .. fields.id, 'state', 'started_ms', 'entry')
+  if not record[1] then return true end
+  return record[1] ~= 'finished' and not record[2] and record[3] == entry
+end
+
+-- Makes a hash hold these counts; returns whether another one than they, or 0, was in it.
+local function write_counts(key, counts)
+  local held, seen, wrong = redis.pcall('HGETALL', key), {}, false
+  if held.err then redis.call('DEL', key) end
+  for i = 1, #held, 2 do
+    local field, text = held[i], held[i + 1]
+    seen[field] = true
+    if text ~= string.format('%.0f', counts[field] or 0) then
+      wrong = true
+      redis.call('HSET', key, field, string.format('%.0f', counts[field] or 0))
+    end
+    if not counts[field] then redis.call('HDEL', key, field) end
+  end
+  for field, number in pairs(counts) do
+    if number > 0 and not seen[field] then
+      wrong = true
+      redis.call('HSET', key, field, string.format('%.0f', number))
+    end
+  end
+  return wrong
+end
+
+-- Makes `queue:grammars` hold the grammars of entries. requests: entries by grammar; owners: its tenant; bytes: by tenant,
+-- to which the texts are added. Returns whether something else was there.
+local function write_grammars(queue, requests, owners, bytes)
+  local key, wrong = queue .. ':grammars', false
+  for _, field in ipairs(redis.call('HKEYS', key)) do
+    if not requests[string.match(field, '^%a+:(.*)$') or ''] then
+      wrong = true
+      redis.call('HDEL', key, field)
+    end
+  end
+  for grammar, number in pairs(requests) do
+    local size = #(redis.call('HGET', key, 'text:' .. grammar) or '')
+    local counts = {['requests:' .. grammar] = number, ['bytes:' .. grammar] = size > 0 and size or nil}
+    for _, name in ipairs({'requests:', 'bytes:'}) do
+      local field = name .. grammar
+      local text = counts[field] and string.format('%.0f', counts[field]) or false
+      if redis.call('HGET', key, field) ~= text then
+        wrong = true
+        if text then redis.call('HSET', key, field, text) else redis.call('HDEL', key, field) end
+      end
+    end
+    if size > 0 then bytes[owners[grammar]] = (bytes[owners[grammar]] or 0) + size end
+  end
+  return wrong
+end
+
+local RECOUNT_PAGE = 64  -- entries
+local RECOUNT_BYTES = 33554432  -- of requests, that one call reads
+
+-- Calls `visit` with id and fields of each entry of a stream. Returns what is left of `budget`, bytes of requests; below 0
+-- there are more entries.
+local function each_entry(stream, budget, visit)
+  local first = '-'
+  while true do
+    local rows = redis.call('XRANGE', stream, first, '+', 'COUNT', RECOUNT_PAGE)
+    for _, row in ipairs(rows) do
+      local fields = entry_fields(row[2])
+      budget = budget - #(fields.r or '')
+      visit(row[1], fields)
+    end
+    if budget < 0 or #rows < RECOUNT_PAGE or rows[#rows][1] == HIGHEST then return budget end
+    first = '(' .. rows[#rows][1]
+  end
+end
+
+-- Counts the queue anew, by the entries that are there: a stream or a record that was deleted leaves its counts, and no
+-- service may have written them. Does nothing where there are more entries than `most`, and leaves the bytes where there
+-- are more together with those of `queue:kept`. Returns 1 if a count was wrong, else 0.
+local function recount(queue, most)
+  local streams, entries = {}, 0
+  for _, class in ipairs({'realtime', 'high', 'normal', 'low'}) do
+    streams[class] = prefix_of(queue) .. 'requests:' .. class
+    entries = entries + redis.call('XLEN', streams[class])
+    if entries > most then return 0 end
+  end
+  local counts, tenants, bytes, grammars, owners = {tokens = 0, requests = 0, bytes = 0}, {}, {}, {}, {}
+  local function add(totals, name, number)
+    if number > 0 then totals[name] = (totals[name] or 0) + number end
+  end
+  local budget = RECOUNT_BYTES
+  for class, stream in pairs(streams) do
+    counts['tokens:' .. class] = 0
+    budget = each_entry(stream, budget, function(entry, fields)
+      add(bytes, fields.tenant, fields.bytes)
+      if fields.grammar ~= '' then
+        add(grammars, fields.grammar, 1)
+        owners[fields.grammar] = fields.tenant
+      end
+      if is_waiting(queue, entry, fields) then
+        add(counts, 'requests', 1)
+        add(counts, 'tokens', fields.tokens)
+        add(counts, 'tokens:' .. class, fields.tokens)
+        add(tenants, fields.tenant, fields.tokens)
+      end
+    end)
+    if budget < 0 then return 0 end
+  end
+  local are_bytes_known = entries + redis.call('XLEN', queue .. ':kept') <= most
+  local wrong = write_grammars(queue, grammars, owners, bytes)
+  if are_bytes_known then
+    each_entry(queue .. ':kept', RECOUNT_BYTES, function(_, fields) add(bytes, fields.tenant, fields.bytes) end)
+    for _, number in pairs(bytes) do counts.bytes = counts.bytes + number end
+    wrong = write_counts(queue .. ':bytes', bytes) or wrong
+  else
+    counts.bytes = math.max(0, whole(redis.call('HGET', queue, 'bytes'), 0))
+  end
+  wrong = write_counts(queue .. ':tenants', tenants) or wrong
+  return (write_counts(queue, counts) or wrong) and 1 or 0
 end

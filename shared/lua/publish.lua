@@ -118,10 +118,10 @@ local function finish_request(id, stream, entry, given, prompt, lengths, failure
     redis.call('PEXPIRE', prefix .. 'logprobs:' .. id .. ':' .. index - 1, kept)
     redis.call('PEXPIRE', prefix .. 'prompt_logprobs:' .. id .. ':' .. index - 1, kept)
   end
-  local tenant, kept_bytes = delete_entry(KEYS[2], stream, group, entry)
+  local carried = delete_entry(KEYS[2], stream, group, entry)
   redis.call('DEL', prefix .. 'prompt:' .. id)
   if not unfinished then return end
-  if kept_bytes > 0 then kept_behind[#kept_behind + 1] = {id, #counts, tenant} end
+  if carried.kept > 0 then kept_behind[#kept_behind + 1] = {id, #counts, carried.tenant} end
   if not record[2] then leave_queue(KEYS[2], record[3], record[4], record[7]) end
   local bucket = record[5] or ''
   if string.find(bucket, '^orcinus:{[^}]*}:bucket:') and redis.call('EXISTS', bucket) == 1 then

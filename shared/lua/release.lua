@@ -8,8 +8,9 @@ for i = 3, #ARGV, 4 do
   -- A request that was read and not yet claimed is still `queued`; its entry is pending.
   if (record[1] == 'claimed' or record[1] == 'queued') and record[2] == ARGV[i + 2] then
     -- The new entry comes first: the text of a grammar goes with the last entry that names it.
-    local tenant, bytes, kept, grammar = read_entry(ARGV[i + 1], ARGV[i + 2])
-    local entry = add_entry(KEYS[2], ARGV[i + 1], ARGV[i + 3], tenant, bytes, kept, grammar, '')
+    local fields = read_entry(ARGV[i + 1], ARGV[i + 2])
+    fields.r = ARGV[i + 3]
+    local entry = add_entry(KEYS[2], ARGV[i + 1], fields, '')
     delete_entry(KEYS[2], ARGV[i + 1], ARGV[2], ARGV[i + 2])
     redis.call('HSET', ARGV[i], 'state', 'queued', 'entry', entry)
     redis.call('HDEL', ARGV[i], 'shard', 'epoch')

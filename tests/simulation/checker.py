@@ -19,7 +19,7 @@ from tests.simulation.clock import Loop, Process, current
 from tests.simulation.redis_server import Node
 from tests.simulation.worker import continuation
 
-FENCED = ("claim", "publish", "release", "give", "drop", "fenced", "take_worker", "give_worker")
+FENCED = ("claim", "publish", "release", "give", "drop", "recount", "fenced", "take_worker", "give_worker")
 STOP, LENGTH, CANCELLED, ERROR = 1, 2, 3, 5
 
 
@@ -205,6 +205,8 @@ class Checker:
         holder = self._holders.get(lease)
         if holder != owner:
             self.violation(f"{name} of {owner} was accepted under {lease}, which {holder} has taken")
+        if name == "recount" and reply and not any(wanted.harmed for wanted in self.requests.values()):
+            self.violation("the counts of the queue were not those of its entries")
         if name == "publish":
             shard = lease.rpartition(":")[2].encode()
             for request, choice, first, tokens, finish, claimer in self._claimers:

@@ -107,7 +107,7 @@ MUTANTS: dict[str, Plant] = {
     "epoch-of-worker-forgotten": _script("lib", "math.max(counted, now, least)", "math.max(counted, now)"),
     "lease-taken-twice": _script("lease", "if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end", ""),
     "started-counted-twice": _script("publish", "if record[2] and not record[1] then", "if record[2] then"),
-    "bytes-not-counted-back": _script("lib", "count_bytes(queue, tenant, -bytes)\n  if grammar", "if grammar"),
+    "bytes-not-counted-back": _script("lib", "count_bytes(queue, fields.tenant, -fields.bytes)", ""),
     "grammar-kept": _script(
         "lib", "redis.call('HDEL', grammars, 'requests:' .. grammar, 'text:' .. grammar, 'bytes:' .. grammar)", ""
     ),
@@ -127,7 +127,7 @@ MUTANTS: dict[str, Plant] = {
     "stale-lease-renewed": _script("lease", "(holder or last) ~= ARGV[3]", "holder and holder ~= ARGV[3]"),
     "epoch-not-risen": _script("lib", "redis.call('SET', counter, epoch)", "redis.call('SET', counter, 0)"),
     "epoch-by-counter": _script("lib", "math.max(counted, now, least)", "math.max(counted, least)"),
-    "lost-entry-counted-back": _script("drop", "if existed and ", "if "),
+    "lost-entry-counted-back": _script("drop", "if waits then", "do"),
     "job-without-wake": _code(Dispatcher, "_put", "self._more.set()", "pass"),
     "command-lost-in-outage": _code(Dispatcher, "_put_command", "self._retries.keep(command)", ""),
     "refill-not-copied": _code(dispatcher, "_missing", "list(stream.received)", "stream.received"),

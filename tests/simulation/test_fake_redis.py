@@ -24,7 +24,7 @@ KEYS = Keys("tiny")
 SHARDS = ("shard-0", "shard-1")
 NAMES = [f"r{number}" for number in range(6)]
 SCRIPTS = {name: source(name) for name in ("enqueue", "claim", "publish", "release", "control", "lease", "give", "drop",
-                                           "fenced", "take_worker", "give_worker", "forget")}  # fmt: skip
+                                           "fenced", "take_worker", "give_worker", "forget", "recount")}  # fmt: skip
 ID = re.compile(rb"^\d{13}-\d+$")
 CLOCK_MS = re.compile(rb"^1[789]\d{11}$")
 CLOCK_CS = re.compile(rb"^1[789]\d{10}( \d+)?$")
@@ -135,7 +135,7 @@ def play(both: Both, seed: int, calls: int) -> None:
         epoch: Any = both.epochs.get(shard, (1, 1)) if draw.random() < 0.9 else 7
         lease = KEYS.lease(shard)
         kind = draw.choice(["enqueue", "enqueue", "lease", "claim", "publish", "publish", "control", "release", "give",
-                            "drop", "fenced", "worker", "forget", "lapse"])  # fmt: skip
+                            "drop", "recount", "fenced", "worker", "forget", "lapse"])  # fmt: skip
         if kind == "enqueue":
             keys = [KEYS.queue, KEYS.background, KEYS.background_of("g")]
             args: list[Any] = [LIVE_TTL_MS, "g", 0.75]
@@ -207,8 +207,9 @@ def play(both: Both, seed: int, calls: int) -> None:
             both.script("give", [KEYS.lease(owner), KEYS.queue], *args)
         elif name in held and kind == "drop" and draw.random() < 0.3:
             stream, entry, _ = held[name]
-            waiting = [draw.choice([0, 3]), stream.rpartition(":")[2], "alice", ""]
-            both.script("drop", [lease, KEYS.queue], epoch, GROUP, stream, entry, *waiting)
+            both.script("drop", [lease, KEYS.queue], epoch, GROUP, stream, entry, "")
+        elif kind == "recount":
+            both.script("recount", [lease, KEYS.queue], epoch, draw.choice([1, 100]))
         elif kind == "fenced":
             both.script("fenced", [lease, KEYS.events], epoch, 4, "HSET", KEYS.stats(shard), "n", draw.randrange(9))
         elif kind == "worker":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -73,6 +73,12 @@ READ_COUNT = 16
 
 CANCELLED, UNKNOWN = 1, 2
 """Answers of claim.lua; a higher one is an end that is already written."""
+RETURNED, STRANDED = 1, 2
+"""Answers of drop.lua about a request with the highest id."""
+
+RECOUNT_S = 30.0
+RECOUNT_ENTRIES = 4_096
+"""The counts of the queue are compared with the entries every so often, while there are at most so many of them."""
 
 MAX_SEQUENCES = 65_536
 """Sequences of one request: more than any gateway allows (--max-choices)."""
@@ -210,6 +216,7 @@ class Intake:
         self._clock = clock
         self._streams = keys.request_streams()
         self._grammars: OrderedDict[str, str] = OrderedDict()  # texts by name, the one used last at the end
+        self._recount_s = 0.0  # when the queue is counted anew
 
     async def prepare(self) -> None:
         """Create the consumer group on the stream of each class, once for all shards."""
@@ -239,7 +246,7 @@ class Intake:
                 raise
             await self.prepare()  # Redis restarted empty, or was emptied
             return []
-        return await self._claim(await self._parse(reply, self._lease), fresh=True)
+        return await self._claim(await self._parse(reply, self._lease))
 
     async def pending(self, held: Container[str], add: Callable[[list[Claimed]], None]) -> int:
         """Add everything that this shard has claimed and does not hold, oldest first, with the tokens of the records.
@@ -256,6 +263,15 @@ class Intake:
             add(claimed)
             total += len(claimed)
         return total
+
+    async def recount(self, now_s: float) -> None:
+        """Count the queue anew by its entries, every RECOUNT_S."""
+        if now_s < self._recount_s:
+            return
+        self._recount_s = now_s + RECOUNT_S
+        arguments: list[Value] = [self._lease.text, RECOUNT_ENTRIES]
+        if await self._lease.fenced(self._scripts.recount, [self._keys.queue], arguments):
+            log.warning("queue: the counts were not those of its entries; they were counted anew")
 
     async def left_by(self, shard: str, lease: Lease) -> list[Entry]:
         """Return the pending list of another shard. lease: that shard's, which the caller holds."""
@@ -288,7 +304,10 @@ class Intake:
                 wire = self._letters.read(stream.decode(), fields, _request)
                 if entry_id == HIGHEST_ID:  # the script lets the stream go on behind the entry before
                     record = self._keys.req(wire.id) if wire is not None else ""
-                    if not await self._drop(lease, stream.decode(), entry_id.decode(), record=record):
+                    dropped = await self._drop(lease, stream.decode(), entry_id.decode(), record)
+                    if dropped == STRANDED and wire is not None and wire.id not in held:
+                        entries.append(Entry(stream.decode(), entry_id.decode(), wire))
+                    elif dropped != RETURNED:
                         self._letters.add(stream.decode(), entry_id, "an entry with the highest id")
                 elif wire is None:
                     await self._drop(lease, stream.decode(), entry_id.decode())
@@ -296,7 +315,7 @@ class Intake:
                     entries.append(Entry(stream.decode(), entry_id.decode(), wire))
         return entries
 
-    async def _claim(self, entries: list[Entry], fresh: bool = False) -> list[Claimed]:
+    async def _claim(self, entries: list[Entry]) -> list[Claimed]:
         if not entries:
             return []
         args: list[Value] = [self._lease.text, self._shard, *(self._keys.req(entry.request.id) for entry in entries)]
@@ -311,24 +330,17 @@ class Intake:
         rows = zip(entries, *(verdicts[column::4] for column in range(4)), strict=True)
         for entry, verdict, enqueued_ms, gateway, delivered in rows:
             if verdict >= UNKNOWN:
-                prompts = entry.request.prompts.tokens
-                waiting = sum(len(tokens) // 4 for tokens in prompts) if fresh and verdict == UNKNOWN else 0
-                queued = [waiting, CLASSES[entry.class_number], entry.request.tenant]
-                await self._drop(self._lease, entry.stream, entry.id, queued)
+                await self._drop(self._lease, entry.stream, entry.id)
             else:
                 name = self._letters.read(self._keys.req(entry.request.id), gateway, text)
                 item = await self._open(entry, enqueued_ms, name or entry.request.gateway, verdict == CANCELLED)
                 claimed.append(item if delivered else replace(item, delivered=False))
         return claimed
 
-    async def _drop(
-        self, lease: Lease, stream: str, entry_id: str, queued: Sequence[Value] = (0, "", ""), record: str = ""
-    ) -> bool:
-        """Delete an entry. queued: prompt tokens that leave the queue with it, their class and tenant. record: of a
-        request with the highest id. Return whether that came back with another id.
-        """
-        arguments: list[Value] = [lease.text, GROUP, stream, entry_id, *queued, record]
-        return bool(await lease.fenced(self._scripts.drop, [self._keys.queue], arguments))
+    async def _drop(self, lease: Lease, stream: str, entry_id: str, record: str = "") -> int:
+        """Delete an entry. record: of a request with the highest id. Return RETURNED, STRANDED, or 0."""
+        arguments: list[Value] = [lease.text, GROUP, stream, entry_id, record]
+        return int(await lease.fenced(self._scripts.drop, [self._keys.queue], arguments))
 
     async def _open(self, entry: Entry, enqueued_ms: int, gateway: str, cancelled: bool) -> Claimed:
         prompts = entry.request.prompts
@@ -337,6 +349,8 @@ class Intake:
         if entry.request.prompts_apart:
             stored = await self._reply(self._keys.prompt(entry.request.id), "get")
         try:
+            if entry.id.encode() == HIGHEST_ID:
+                raise ValueError("its stream has no id for it while others run; send the request again")
             if entry.request.prompts_apart:
                 prompts = queue_pb2.Prompts.FromString(stored or b"")
             grammar = await self._grammar(entry.request)

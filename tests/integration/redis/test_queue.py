@@ -62,7 +62,7 @@ async def test_count_of_a_tenant_ends_with_its_last_waiting_request(client: Redi
         await enqueue(scripts, name, **changes)
     await client.delete(KEYS.req("r"))
     ((_, entry), *_) = await claim(client, scripts, epoch)
-    gone = [KEYS.requests("normal"), entry, 10, "normal", "alice", ""]
+    gone = [KEYS.requests("normal"), entry, ""]
     for _ in range(2):  # a call that is repeated counts once
         await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, *gone])
     assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10", b"bob": b"7"}
@@ -75,7 +75,7 @@ async def test_entry_that_redis_lost_with_its_counts_is_not_counted_back(client:
     await enqueue(scripts, "r")
     ((_, entry), *_) = await claim(client, scripts, epoch)
     await client.delete(KEYS.req("r"), KEYS.requests("normal"), KEYS.queue, KEYS.queue_tenants, KEYS.queue_bytes)
-    rows = [KEYS.requests("normal"), entry, 10, "normal", "alice", ""]
+    rows = [KEYS.requests("normal"), entry, ""]
     await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, *rows])
     assert await client.exists(KEYS.queue, KEYS.queue_tenants) == 0
 
@@ -269,6 +269,107 @@ async def test_wrong_counts_of_the_queue_are_forgotten_once_it_is_empty(
     assert [await client.hget(KEYS.queue, field) for field in fields] == [b"10", b"1", b"10", b"%d" % SIZE]
 
 
+COUNTS = (KEYS.queue, KEYS.queue_tenants, KEYS.queue_bytes, KEYS.queue_grammars)
+
+
+async def counts(client: Redis) -> list[dict[bytes, bytes]]:
+    """Return all that is counted, without texts."""
+    found = [await client.hgetall(name) for name in COUNTS]
+    return [{field: number for field, number in held.items() if not field.startswith(b"text:")} for held in found]
+
+
+async def busy(client: Redis, scripts: Scripts) -> Lease:
+    """Return the lease of a shard with a request that runs, two that wait and one that has ended with bytes kept."""
+    held = Lease(scripts, KEYS, SHARD, 5000)
+    await held.take()
+    limits = {"most": 1000, "of_tenant": 1000}
+    calls = {"runs": {}, "ended": {"delivery": b"d" * 9000}, "waits": {"tokens": 30, "class": "low"}}
+    calls |= {"bobs": {"tenant": "bob", "grammar": "sha256:a", "text": TEXT, "prompts": b"apart"}}
+    answers = await enqueue_all(scripts, {name: values | limits for name, values in calls.items()}, share=1.0)
+    row = ["ended", KEYS.requests("normal"), answers[1][1], "2", 10, "0", ""]
+    await publish(scripts, publication(held.text, [], [], ["runs"], row))
+    return held
+
+
+@pytest.mark.parametrize("number", ["1000000", "0", "-1000000", "x"])
+async def test_wrong_counts_of_a_busy_queue_are_counted_anew(client: Redis, scripts: Scripts, number: str) -> None:
+    """Of a queue that is never empty: else requests are refused for ever, or the bounds are not kept."""
+    held = await busy(client, scripts)
+    intake, before = Intake(client, client, scripts, KEYS, SHARD, held, Clock()), await counts(client)
+    waiting = {b"requests": b"2", b"tokens": b"40", b"tokens:low": b"30", b"tokens:normal": b"10"}
+    assert {field: before[0][field] for field in waiting} == waiting
+    assert before[1:] == [
+        {b"alice": b"30", b"bob": b"10"},
+        {b"alice": b"%d" % (2 * SIZE + 9000), b"bob": b"%d" % (SIZE + 5 + 5000)},
+        {b"requests:sha256:a": b"1", b"bytes:sha256:a": b"5000"},
+    ]
+    for key, fields in zip(COUNTS, before, strict=True):
+        await client.hset(key, mapping=dict.fromkeys([*fields, "foreign"], number))
+    await intake.recount(0.0)
+    assert await counts(client) == before
+    await client.delete(KEYS.queue, KEYS.queue_tenants, KEYS.queue_bytes)
+    await intake.recount(0.1)
+    assert await client.exists(KEYS.queue) == 0, "not before its time"
+    await intake.recount(31.0)
+    counted_anew = [{field: count for field, count in held.items() if count != b"0"} for held in before]
+    assert await counts(client) == counted_anew
+
+
+async def test_counts_without_their_stream_are_counted_anew(client: Redis, scripts: Scripts) -> None:
+    held = await busy(client, scripts)
+    await client.delete(KEYS.requests("low"), KEYS.queue_kept)
+    assert await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 2]) == 1
+    assert await client.hgetall(KEYS.queue_tenants) == {b"bob": b"10"}
+    assert await counted(client) == (2 * SIZE + 5005, {b"alice": b"%d" % SIZE, b"bob": b"%d" % (SIZE + 5005)})
+    assert await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 2]) == 0
+
+
+async def test_long_queue_is_not_counted_anew(client: Redis, scripts: Scripts) -> None:
+    """It would hold up Redis."""
+    held = await busy(client, scripts)
+    await client.hset(KEYS.queue, mapping={"tokens": 7, "bytes": 7})
+    for most, expected in ((2, [b"7", b"7"]), (3, [b"40", b"7"]), (4, [b"40", b"%d" % (3 * SIZE + 14_005)])):
+        await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, most])
+        assert await client.hmget(KEYS.queue, "tokens", "bytes") == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_counts_are_those_of_the_entries_after_each_call(client: Redis, scripts: Scripts, seed: int) -> None:
+    drawn, held = random.Random(seed), Lease(scripts, KEYS, SHARD, 60_000)
+    await held.take()
+    for number in range(60):
+        name, kind = f"r{drawn.randrange(9)}", drawn.choice(["enqueue", "enqueue", "start", "end", "release", "drop"])
+        fields = await client.hmget(KEYS.req(name), "stream", "entry", "state", "started_ms")
+        stream, entry, state, started = (text.decode() if text else "" for text in fields)
+        if kind == "enqueue":
+            values = {"tenant": drawn.choice(["alice", "bob"]), "class": drawn.choice(["low", "high"]), "kept": 9}
+            values |= {"grammar": "sha256:a", "text": TEXT, "tenant": "alice"} if drawn.random() < 0.3 else {}
+            await enqueue(scripts, name, **values, tokens=drawn.randrange(1, 30))
+        elif kind == "start" and state != "finished":
+            await publish(scripts, publication(held.text, [], [], [name], []))
+        elif stream and kind == "end":
+            await publish(scripts, publication(held.text, [], [], [], [name, stream, entry, "2", 1, "0", ""]))
+        elif stream and kind == "release":
+            row = [KEYS.req(name), stream, entry, b"again"]
+            await scripts.release([KEYS.lease(SHARD), KEYS.queue], [held.text, GROUP, *row])
+        elif stream and kind == "drop" and not started:
+            await client.delete(KEYS.req(name))
+            await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [held.text, GROUP, stream, entry, ""])
+        assert await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 100]) == 0, f"call {number}: {kind}"
+
+
+async def test_expired_request_with_prompts_apart_is_counted_back(client: Redis, scripts: Scripts) -> None:
+    """Neither its record nor its prompts tell the number of its tokens."""
+    intake = await leading(client, scripts)
+    wire = queue_pb2.Request(id="r", tenant="alice", n=1, max_tokens=1, prompts_apart=True)
+    await enqueue(scripts, "r", request=wire.SerializeToString(), prompts=b"apart")
+    await enqueue_bound(scripts, "waits", "")
+    await client.delete(KEYS.req("r"), KEYS.prompt("r"))
+    assert [item.request.id for item in await intake.read([9, 9, 9, 9])] == ["waits"]
+    assert await client.hmget(KEYS.queue, "tokens", "requests", "tokens:normal") == [b"10", b"1", b"10"]
+    assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10"}
+
+
 async def test_counts_of_the_queue_stay_above_zero(client: Redis, scripts: Scripts) -> None:
     """Below it, more requests would wait than the bounds allow."""
     fields = ("tokens", "requests", "tokens:normal")
@@ -459,13 +560,17 @@ async def test_request_with_the_highest_id_comes_back_with_another(
     assert (await counted(client), await grammars(client), await client.hgetall(KEYS.queue)) == before
 
 
-async def test_request_with_the_highest_id_behind_one_that_runs_is_dropped(client: Redis, scripts: Scripts) -> None:
+async def test_request_with_the_highest_id_behind_one_that_runs_ends_with_an_error(
+    client: Redis, scripts: Scripts
+) -> None:
     intake, stream, last = await leading(client, scripts), KEYS.requests("normal"), (1 << 64) - 1
     await client.xadd(stream, {"x": "y"}, id=f"{last}-{last - 2}")
     for name in ("runs", "r"):
-        await enqueue_bound(scripts, name, "")
+        await enqueue_bound(scripts, name, "a" * 2000)
     room = [80, 80, 80, 80]
-    assert [item.request.id for item in await intake.read(room)] == ["runs"]
+    runs, other = await intake.read(room)
+    assert (runs.request.id, runs.error, other.request.id, other.entry.id) == ("runs", "", "r", HIGHEST)
+    assert "send the request again" in other.error
     assert await client.xlen(stream) == 1
     assert (await enqueue(scripts, "next", tokens=1))[1] == HIGHEST.encode(), "the stream takes entries"
 
@@ -475,7 +580,7 @@ async def test_stream_with_the_highest_id_goes_on_with_what_is_pending(client: R
     await client.xadd(stream, {"x": "y"}, id=HIGHEST)
     await client.xreadgroup(GROUP, SHARD, {stream: ">"})
     assert (await enqueue(scripts, "a", tokens=1))[0] == b"error"
-    await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, stream, HIGHEST, 0, "normal", "", ""])
+    await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, stream, HIGHEST, ""])
     answer = await enqueue(scripts, "a", tokens=1)
     assert answer[0] == b"ok"
     assert [name for name, _ in await client.xrange(stream)] == [entry.encode(), answer[1]]
