@@ -107,7 +107,7 @@ test-clients: clients ## the same as clients
 test-deploy: install-dev ## images, Kubernetes, Prometheus, Makefile, CI
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/deploy)
 
-test-all: test-unit test-integration test-deploy kernels-check demo-model-check test-stack test-chaos simulation browser clients schemathesis ## every test there is (an hour)
+test-all: test-unit test-integration test-deploy kernels-check demo-model-check test-stack test-chaos simulation browser clients schemathesis foreign-records ## every test there is (an hour)
 
 # The seed is that of tests/chaos/test_chaos.py. Without ARGS the result is the one in docs/faults.md.
 test-faults: install-dev ## 200 faults at random under load, every answer checked (a quarter of an hour; ARGS="--faults 50 --seed 1")
@@ -120,6 +120,9 @@ simulation: install-dev ## the services on one virtual clock, with faults, one r
 
 simulation-mutants: install-dev ## plant bugs one after another, until a seed finds each (SEEDS=1000; ARGS="--mutants NAME" for one)
 	$(PY) -m tests.simulation $(call option,seeds,$(SEEDS)) $(if $(ARGS),$(ARGS),--mutants)
+
+foreign-records: install-dev ## services among records that are mutated at random (SECONDS=60; ARGS="--seed 7")
+	$(PY) -m tests.support.foreign_records --seconds $(or $(SECONDS),60) $(ARGS)
 
 soak: install-dev ## half an hour of load with clients of all kinds: does anything grow? (ARGS="--minutes 1")
 	$(PY) -m tests.chaos.soak $(if $(ARGS),$(ARGS),--output bench/results/soak.json --plot docs/img/soak.png)
@@ -278,4 +281,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-slow test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults simulation simulation-mutants soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check kernels-ptx kernels-races kernels-banks sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-slow test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults simulation simulation-mutants foreign-records soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check kernels-ptx kernels-races kernels-banks sanitizers demo-model-check clean

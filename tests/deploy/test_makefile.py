@@ -222,7 +222,7 @@ STAGES = {
     "test": "test test-slow test-deploy",
     "kernels-and-engine": "kernels-check",
     "stack-and-sanitizers": "sanitizers test-stack test-chaos",
-    "side-by-side": "clients simulation compose-test schemathesis browser",
+    "side-by-side": "clients simulation compose-test schemathesis browser foreign-records",
 }
 """Those that call make, in order, and the targets of each."""
 MADE = " ".join(STAGES.values()).split()
