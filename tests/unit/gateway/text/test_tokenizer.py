@@ -164,6 +164,7 @@ def test_raw_prompt_has_the_tokens_of_transformers(tmp_path: Path, kind: Any, fl
         (lambda d: (d / "config.json").write_text("{"), "not readable as JSON"),
         (lambda d: (d / "config.json").write_text("{}"), "max_position_embeddings"),
         (lambda d: (d / "chat_template.jinja").write_text("{% if %}"), "does not compile"),
+        (lambda d: (d / "chat_template.jinja").write_text("{{" + "[" * 900 + "]" * 900 + "}}"), "does not compile"),
         (lambda d: (d / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(9)]})), "at most 8"),
     ],
 )
