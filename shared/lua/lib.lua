@@ -136,9 +136,9 @@ end
 -- Returns what the entry of a request carries: `r`, the request; `id`, its id; what was counted with it: `tenant`, `tokens`,
 -- `bytes`, the part `kept` of them that stays behind the end, and `grammar`, the name of its grammar if the text lies apart.
 -- Of a deleted entry it is nothing.
-local function entry_fields(pairs)
+local function entry_fields(words)
   local fields = {}
-  for i = 1, #pairs, 2 do fields[pairs[i]] = pairs[i + 1] end
+  for i = 1, #words, 2 do fields[words[i]] = words[i + 1] end
   for _, name in ipairs({'tokens', 'bytes', 'kept'}) do fields[name] = math.max(0, whole(fields[name], 0)) end
   fields.tenant, fields.grammar = fields.tenant or '', fields.grammar or ''
   return fields
