@@ -134,7 +134,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
     request.state.error_code = error.code  # for the lines of batches
-    return Response(error.json(request.url.path), error.status, error.headers, media_type="application/json")
+    return Response(error.json(request.scope["path"]), error.status, error.headers, media_type="application/json")
 
 
 def _allowed(request: Request) -> list[str]:
@@ -147,7 +147,7 @@ def _allowed(request: Request) -> list[str]:
         for route in request.app.state.routes
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
     ]
-    exact = [route for route in matching if route.path == request.url.path]
+    exact = [route for route in matching if route.path == request.scope["path"]]
     return sorted({method for route in exact or matching for method in route.methods or ()})
 
 
@@ -155,7 +155,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 404:
-        path = request.url.path[:200]
+        path = request.scope["path"][:200]
         paths = {route.path for route in request.app.state.routes if isinstance(route, Route)}
         remedy = "/openapi.json lists all paths"
         if f"/v1{path}" in paths:
@@ -163,7 +163,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         refusal = ApiError(404, f"unknown path {path}; {remedy}", code="unknown_path")
     elif error.status_code == 405:
         allowed = ", ".join(_allowed(request))
-        text = f"method {request.method} not allowed on {request.url.path[:200]}; allowed: {allowed}"
+        text = f"method {request.method} not allowed on {request.scope['path'][:200]}; allowed: {allowed}"
         refusal = ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
         return await _api_error(request, refusal)
     else:

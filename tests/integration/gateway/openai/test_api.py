@@ -98,7 +98,8 @@ def test_broken_body_that_comes_in_chunks_is_refused(gateway: GatewayProcess, co
 
 
 def test_unknown_paths_methods_and_types_have_the_shape_of_openai(gateway: GatewayProcess) -> None:
-    missing = gateway.get("/v1/nothing")
+    missing = gateway.get("/v1/nothing%3Fhere")
+    assert missing.json()["error"]["message"].startswith("unknown path /v1/nothing?here; ")
     wrong = gateway.get("/v1/completions")
     form = gateway.request("POST", "/v1/completions", data={"a": "b"})
     resume = gateway.get("/v1/requests/cmpl-x/stream")
