@@ -159,7 +159,9 @@ def _needs_kernels(settings: WorkerSettings) -> str:
         return f"--quantize {settings.quantize}"
     if settings.kv_dtype != "auto":
         return f"--kv-dtype {settings.kv_dtype}"
-    return cpu_option(settings)
+    if settings.deterministic:
+        return "--deterministic"
+    return "--kernels cpu" if settings.kernels == "cpu" else ""
 
 
 def cpu_library(settings: WorkerSettings) -> Library | None:

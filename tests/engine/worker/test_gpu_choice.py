@@ -210,6 +210,11 @@ def test_options_that_exclude_each_other_are_named(
     assert not caplog.text, "nothing is chosen in its place"
 
 
+def test_format_of_reference_and_cpu_kernels_needs_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNELS, "int8", ("reference", "cpu"))
+    assert chosen(config_of(), device="cpu", kernels="reference", quantize="int8")[0] == "reference"
+
+
 @pytest.mark.parametrize(
     "given",
     [{"deterministic": True}, {"quantize": "int8"}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8"}, {"kernels": "cpu"}],

@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from services.launcher.model_check import ModelFacts, expected_bytes, model_problem, read_model, size_problem
+from services.launcher.model_check import (
+    ROUNDED_BITS,
+    ModelFacts,
+    expected_bytes,
+    model_problem,
+    read_model,
+    size_problem,
+)
 from services.worker.models.config import load_config
 from services.worker.models.stored import Stored
 from shared.settings import DEMO_MODEL, WorkerSettings
@@ -213,3 +220,7 @@ def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Pat
 def test_model_that_does_not_fit_gets_remedies_that_it_takes(is_quantized: bool, quantize: str, remedies: str) -> None:
     worker = WorkerSettings(device="cpu", quantize=quantize)
     assert remedies in size_problem("m", 1 << 60, worker, is_quantized=is_quantized)
+
+
+def test_each_value_of_quantize_has_the_bits_of_its_weights() -> None:
+    assert {"none", *ROUNDED_BITS} == set(get_args(WorkerSettings.model_fields["quantize"].annotation))
