@@ -1,5 +1,5 @@
-"""Read the state of the stack from Redis once a second, oftener for a while without a leader: leases, workers, stats,
-memory.
+"""Read the state of the stack from Redis once a second, oftener for a while without a led worker: leases,
+workers, stats, memory.
 
 One task with one connection; a request only reads attributes of the last snapshot, which holds limits and
 forecasts computed when it was made. The task also writes the gateway's heartbeat.
@@ -28,10 +28,10 @@ from shared.settings import GatewaySettings
 log = logging.getLogger("orcinus.gateway")
 
 EVERY_S = 1.0
-UNLED_EVERY_S = 0.1
-"""While no shard has a leader: a request that comes before one is seen is refused."""
-UNLED_S = 30.0
-"""A stack without a leader for longer is looked at as seldom as any other."""
+UNSERVED_EVERY_S = 0.1
+"""While no scheduler leads a worker: a request that comes before one is seen is refused."""
+UNSERVED_S = 30.0
+"""A stack that is unserved for longer is looked at as seldom as any other."""
 DISCOVER_S = 10.0
 DISCOVER_FIRST_S = 5.0
 """While no worker was found; `stats` shows sooner that there are some, and their limits."""
@@ -232,9 +232,9 @@ class Cluster:
         """Set when an operator drains this gateway."""
 
     async def run(self) -> None:
-        """Look once a second, oftener for a while without a leader, until cancelled."""
+        """Look once a second, oftener for a while without a led worker, until cancelled."""
         heard = True  # so that the first failure is logged
-        led_at = time.monotonic()
+        served_at = time.monotonic()
         while True:
             started = time.monotonic()
             try:
@@ -252,10 +252,11 @@ class Cluster:
                 self.redis_error = str(error) or type(error).__name__
                 self._progress.look(None, self.unfinished, time.monotonic())
             self.looked.set()
-            if not heard or (self.snapshot and self.snapshot.leases):
-                led_at = started  # a leader takes over behind an outage of Redis, too
+            if not heard or not self.reason_unserved():
+                served_at = started  # a leader takes over behind an outage of Redis, too
             if heard:
-                pause = EVERY_S if led_at == started or started - led_at > UNLED_S else UNLED_EVERY_S
+                is_settled = served_at == started or started - served_at > UNSERVED_S
+                pause = EVERY_S if is_settled else UNSERVED_EVERY_S
             else:  # Jitter: behind a restart of Redis not every gateway comes back in the same moment.
                 pause = EVERY_S * random.uniform(0.5, 1.0)  # noqa: S311
             await asyncio.sleep(max(0.05, pause - (time.monotonic() - started)))

@@ -287,6 +287,7 @@ class Dispatcher:
         self._cached: list[tuple[str, int, int]] = []  # request, choice, prompt tokens that the prefix cache had
         self._backlog: Backlog[Entry] = Backlog()
         self._unread: dict[str, RequestStream] = {}  # their records are to be read
+        self._skipped_entry = False  # since the last look of the watch: any request may lack rows of it
         self._more = asyncio.Event()
         self._retries = Retries()
         self._streams: dict[str, RequestStream] = {}
@@ -714,6 +715,7 @@ class Dispatcher:
                 last = entry_id
                 self._metrics.read(entry_id)
                 is_crowded = self._letters.read(key, fields, self._deliver)
+                self._skipped_entry |= is_crowded is None
                 # One entry a turn would fall behind the steps while new requests make the turns long.
                 if is_crowded or time.monotonic() - begin > DELIVER_S:
                     await asyncio.sleep(0)
@@ -768,10 +770,12 @@ class Dispatcher:
             stream.fail(error, cut=True)
             self.close(stream, "" if stream.survives else error.message)
 
-    # Records: gaps and silence
+    # Records: gaps, skipped entries and silence
 
     async def _watch(self) -> None:
-        """Retry commands, open gaps and silent requests once a second."""
+        """Once a second, retry commands and read the records of requests with gaps, of silent ones, and of all behind
+        an entry that was skipped.
+        """
         while True:
             await asyncio.sleep(EVERY_S)
             self._cluster.unfinished = sum(not stream.done for stream in self._streams.values())
@@ -780,8 +784,10 @@ class Dispatcher:
             for command in self._retries.take():
                 self._put_command(command)
             now = time.monotonic()
+            skipped_entry, self._skipped_entry = self._skipped_entry, False
             for stream in self._streams.values():
-                if stream.ahead or now - max(stream.heard_at, stream.asked_at) > _patience_s(stream):
+                is_silent = now - max(stream.heard_at, stream.asked_at) > _patience_s(stream)
+                if skipped_entry or stream.ahead or is_silent:
                     self._refill(stream)
 
     def _refill(self, stream: RequestStream) -> None:

@@ -54,15 +54,11 @@ models:
   third: {source: c}
 """
 TEXTS = {FIRST: "and so on", SECOND: "what else"}
-READY = {"ready": "1", "shard": "shard-0"}
 
 
 def lead(redis_server: RedisServer, name: str) -> ScriptedScheduler:
-    """A scheduler and a worker of a model, as the real ones register."""
-    scheduler = ScriptedScheduler(redis_server.client, Keys(name)).lead()
-    redis_server.client.zadd(scheduler.keys.workers, {"worker-0": 1})
-    redis_server.client.hset(scheduler.keys.worker("worker-0"), mapping=READY)
-    return scheduler
+    """A scheduler and a worker of a model."""
+    return ScriptedScheduler(redis_server.client, Keys(name)).lead()
 
 
 def leave(redis_server: RedisServer, name: str) -> None:
@@ -378,13 +374,12 @@ def place(redis_server: RedisServer, name: str, is_awake: bool, lives: bool = Tr
 @contextlib.asynccontextmanager
 async def without_worker(gateway: Gateway, redis_server: RedisServer, name: str = SECOND) -> AsyncIterator[None]:
     """Take the model's worker away within the block; end what is placed behind it."""
-    record = Keys(name).worker("worker-0")
-    redis_server.client.delete(record)
+    redis_server.client.delete(Keys(name).worker("worker-0"))
     try:
         yield
     finally:
         redis_server.client.delete(PLACER_KEYS.lease(PLACER), PLACER_KEYS.placements)
-        redis_server.client.hset(record, mapping=READY)
+        ScriptedScheduler(redis_server.client, Keys(name)).register()
     await wait_until(lambda: gateway.models.state(name) == "ready")
 
 

@@ -53,8 +53,9 @@ async def test_gateway_is_ready_while_a_scheduler_leads_a_registered_worker(
     await wait_until(lambda: local_gateway.reason_not_ready() == "no scheduler is alive")
 
 
-async def test_gateway_without_a_scheduler_looks_for_one_several_times_a_second(
-    local_gateway: Gateway, redis_server: RedisServer
+@pytest.mark.parametrize("has_scheduler", [False, True], ids=["no scheduler", "no worker"])
+async def test_gateway_that_is_not_served_looks_several_times_a_second(
+    local_gateway: Gateway, redis_server: RedisServer, has_scheduler: bool
 ) -> None:
     seen: list[float] = []
 
@@ -64,8 +65,12 @@ async def test_gateway_without_a_scheduler_looks_for_one_several_times_a_second(
             seen.append(at)
         return len(seen) >= times
 
-    ScriptedScheduler(redis_server.client, local_gateway.settings.keys).resign()
-    await wait_until(lambda: "no scheduler" in local_gateway.reason_not_ready())
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys)
+    if has_scheduler:
+        scheduler.lead(workers=0)
+    else:
+        scheduler.resign()
+    await wait_until(lambda: local_gateway.reason_not_ready())
     await wait_until(lambda: looked(5))
     assert min(later - earlier for earlier, later in pairwise(seen)) < EVERY_S / 2
 

@@ -67,16 +67,22 @@ class ScriptedScheduler:
     _claimed: dict[str, Claimed] = field(default_factory=dict)
 
     def lead(self, **stats: Any) -> ScriptedScheduler:
-        """Take the lease and write a worker and stats, so that gateways are ready."""
+        """Take the lease, register a worker and write stats, so that gateways are ready."""
         self.client.delete(self.keys.lease(self.shard))
         keys = [self.keys.lease(self.shard), self.keys.epoch, self.keys.shard_epoch(self.shard)]
         self.epoch = self._run("lease", keys, ["acquire", LEASE_MS, 0, LIVE_TTL_MS])
         for stream in self.keys.request_streams():
             with contextlib.suppress(redis.ResponseError):
                 self.client.xgroup_create(stream, GROUP, id="0", mkstream=True)
-        self.client.hset(self.keys.worker("worker-0"), mapping={"address": "127.0.0.1:1", "identity": "x"})
+        self.register()
         self.stats(**stats)
         return self
+
+    def register(self) -> None:
+        """Write the record of a worker that this shard leads, and its place among the workers."""
+        record = {"address": "127.0.0.1:1", "identity": "x", "ready": "1", "shard": self.shard}
+        self.client.hset(self.keys.worker("worker-0"), mapping=record)
+        self.client.zadd(self.keys.workers, {"worker-0": int(time.time() * 1000)})
 
     def stats(self, **fields: Any) -> None:
         values = {

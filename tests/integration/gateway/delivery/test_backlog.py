@@ -18,7 +18,7 @@ from services.gateway.gateway import Gateway
 from shared.keys import CLASSES
 from tests.support import generations
 from tests.support.stack import RedisServer
-from tests.support.stand_ins.scripted_scheduler import DEADLINE, Line, ScriptedScheduler
+from tests.support.stand_ins.scripted_scheduler import DEADLINE, LENGTH, Line, ScriptedScheduler
 from tests.support.waiting import wait_until
 
 
@@ -297,3 +297,33 @@ async def test_records_of_silent_requests_are_read_together(
     assert stats["cmdstat_exec"]["calls"] < 5, "not one for each request"
     for one in begun:
         one.close()
+
+
+async def test_record_serves_a_request_after_its_stream_was_trimmed(
+    gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = await begin(gateway, "r")
+    claimed = await asyncio.to_thread(scheduler.claim)
+    scheduler.publish(Line(claimed.id, 0, [50]))
+    deltas = await generation.next(30)
+    scheduler.end(claimed, [[50, 51, 52]], [LENGTH])
+    monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)
+    async with asyncio.timeout(60):
+        while not generation.done:
+            deltas += await generation.next()
+    assert [token for delta in deltas for token in delta.token_ids] == [50, 51, 52]
+    assert deltas[-1].finish_reason == "length"
+    generation.close()
+
+
+async def test_record_is_read_behind_an_entry_that_was_skipped(
+    gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "SILENT_S", 3600.0)
+    generation = await begin(gateway, "r")
+    claimed = await asyncio.to_thread(scheduler.claim)
+    scheduler.end(claimed, [[50]], [LENGTH])
+    scheduler.client.xadd(gateway.settings.keys.tokens(claimed.request.gateway), {"b": b"\xff\xff\xff"})
+    (delta,) = await generation.next(30)
+    assert (delta.token_ids, delta.finish_reason) == ([50], "length")
+    generation.close()

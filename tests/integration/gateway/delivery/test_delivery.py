@@ -72,15 +72,6 @@ def test_gap_waits_for_a_checkpoint_that_comes_later(gateway: GatewayProcess, sc
     assert (stream.join().tokens(), stream.done) == (FOX, True)
 
 
-def test_record_serves_a_request_after_its_stream_was_trimmed(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler
-) -> None:
-    stream, claimed = streamed(gateway, scheduler)
-    scheduler.publish(Line(claimed.id, 0, FOX[:1]))
-    scheduler.end(claimed, [FOX], [LENGTH])
-    assert (stream.join().tokens(), stream.reason) == (FOX, "length")
-
-
 def test_end_by_stop_string_waits_while_redis_takes_no_write(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
