@@ -85,7 +85,7 @@ BATCHES: dict[str, Callable[[Batch], None]] = {
 }
 """What is wrong in an entry of `tokens:{gateway}`; all of them are set aside."""
 
-REQUESTS: dict[str, Callable[[Request], None]] = {
+REQUESTS: dict[str, Callable[[Request], object]] = {
     "no prompt": _set(prompts__tokens=[]),
     "empty prompt": _set(prompts__tokens=[b""]),
     "half a token": _set(prompts__tokens=[b"\1\0\0\0\1"]),

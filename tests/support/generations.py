@@ -58,7 +58,7 @@ def rows(whole: Whole, cuts: list[int]) -> list[Whole]:
 
 def read_calls(use: ToolUse, pieces: list[str]) -> tuple[str, list[CallPiece], bool]:
     """Return the content and the calls of a text that comes in pieces, and whether the last call was cut."""
-    reader, content, calls = reader_of(use, "r", 0), "", []
+    reader, content, calls = reader_of(use, "r", 0), "", list[CallPiece]()
     for piece in pieces:
         text, gained = reader.feed(piece)
         content, calls = content + text, calls + gained
@@ -98,7 +98,7 @@ class Recorded:
         else:
             written()
 
-    def close(self, request_id: str, cancel_reason: str = "") -> None:
+    def close(self, stream: RequestStream, cancel_reason: str = "") -> None:
         self.closed.append(cancel_reason)
 
 
@@ -135,6 +135,6 @@ def streamed(
             stream.offer(row, first)
             if not running.done and stream.failure is None:
                 written += writer.events(await running.next(0.0))
-        return written + writer.end(running.usage)
+        return bytes(written + writer.end(running.usage))
 
     return sse.parse(asyncio.run(told()))

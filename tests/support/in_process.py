@@ -66,7 +66,7 @@ class Recorded:
             self.prompt_logprobs[name, prompt] = self.prompt_logprobs.get((name, prompt), b"") + records
 
 
-def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **sampling: float | bytes) -> NewRequest:
+def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **sampling: Any) -> NewRequest:
     """A greedy request (temperature 0) unless sampling says otherwise."""
     drawn = queue_pb2.Sampling(**{"temperature": 0.0, "top_p": 1.0} | sampling)
     wire = queue_pb2.Request(id=name, n=n, max_tokens=max_tokens, sampling=drawn)

@@ -22,7 +22,7 @@ STACK = Path(__file__).parent / "stand_ins" / "stand_in_stack.py"
 
 def alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

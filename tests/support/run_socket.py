@@ -14,7 +14,7 @@ from protos import worker_pb2
 from shared.wire import run_socket
 
 
-class EndedError(grpc.RpcError):
+class EndedError(grpc.RpcError):  # type: ignore[misc]  # grpc comes without types
     """The status with which the worker ended the Run."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:

@@ -49,9 +49,10 @@ class Shard:
             self.core, self.quarantine, Stats(time.monotonic_ns()), reports, self._put, lambda: False, lambda: None,
             lambda: self.fleet.wake_idle(),
         )  # fmt: skip
-        self.registry: Any = SimpleNamespace(ready=[], least_epochs={}, token="")
+        registry: Any = SimpleNamespace(ready=[], least_epochs={}, token="")
+        self.registry = registry
         claims: Any = SimpleNamespace(joined=self.linked.append, lost=lambda: None)
-        self.fleet = Fleet(settings, self.registry, context, claims)
+        self.fleet = Fleet(settings, registry, context, claims)
 
     def add(self, requests: Iterable[NewRequest]) -> None:
         for request in requests:

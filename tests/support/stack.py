@@ -47,7 +47,7 @@ class RedisServer:
             "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction", *options,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
-        self.client = redis.Redis(port=self.port, socket_timeout=60)
+        self.client: Any = redis.Redis(port=self.port, socket_timeout=60)  # its replies are typed as bytes or text
 
     def start(self) -> RedisServer:
         with self._log.open("ab") as log:
@@ -157,7 +157,7 @@ class Stack:
         return ids
 
     def stats(self, shard: str = "shard-0") -> dict[str, str]:
-        raw: dict[bytes, bytes] = self.redis.client.hgetall(self.keys.stats(shard))  # type: ignore[assignment]
+        raw: dict[bytes, bytes] = self.redis.client.hgetall(self.keys.stats(shard))
         return {name.decode(): value.decode() for name, value in raw.items()}
 
     def settled(self) -> dict[str, Any]:
@@ -174,10 +174,8 @@ class Stack:
 
         until("the stack is quiet", quiet, 60)
         stats = self.stats()
-        pending = [
-            self.redis.client.xpending(stream, "schedulers")["pending"]  # type: ignore[index]
-            for stream in self.keys.request_streams()
-        ]
+        streams = self.keys.request_streams()
+        pending = [self.redis.client.xpending(stream, "schedulers")["pending"] for stream in streams]
         lasting = sorted(key for key in self.redis.client.scan_iter(count=1000) if self.redis.client.ttl(key) == -1)
         return {
             "blocks": int(stats["blocks_free"]) + int(stats["blocks_cached"]),

@@ -10,7 +10,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -21,10 +21,10 @@ leaves for a moment, and a client that dials such a port again and again may rea
 RARELY_S = 0.1
 """Between two looks at a condition that is waited for two seconds or longer."""
 _FIRST = os.getpid() * 97 % len(PORTS)  # processes begin in different places
-_candidates = itertools.cycle([*PORTS[_FIRST:], *PORTS[:_FIRST]])
+_candidates: Iterator[int] = itertools.cycle([*PORTS[_FIRST:], *PORTS[:_FIRST]])
 
 
-def until(what: str, condition: Callable[[], T], seconds: float = 60.0, every: float = 0.02) -> T:
+def until(what: str, condition: Callable[[], T | None], seconds: float = 60.0, every: float = 0.02) -> T:
     """Return the first true value of condition(). Raise TimeoutError naming what was waited for.
 
     The condition is asked at first `every` so many seconds, and less often the longer it takes: what is waited for may

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -159,13 +160,13 @@ def test_busy_server_is_retried_after_its_retry_time(
     tmp_path: Path, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    real = cli_batch.asyncio.sleep
+    real = asyncio.sleep
 
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
         await real(0)
 
-    monkeypatch.setattr(cli_batch.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     written(tmp_path / "in", lines_of(1))
     busy = (429, {"Retry-After": "7"}, {"error": {"message": "full"}})
     server.answer = lambda body, seen: (busy, (503, {}, {}), (0, {}, None), ENOUGH)[seen]

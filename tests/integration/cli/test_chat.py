@@ -211,7 +211,7 @@ def test_key_is_asked_for_and_never_shown(server: OpenAI) -> None:
     terminal = talk(server, "Hi", keys=["sk-wrong-one", SECRET])
     assert terminal.shown == "Hello\n\n"
     assert terminal.notes[:2] == ["the key None is not valid", "the key Bearer *** is not valid"]
-    wrong = ChatSettings(url=server.url, api_key="sk-wrong-one")  # type: ignore[arg-type]
+    wrong = ChatSettings(url=server.url, api_key="sk-wrong-one")
     with pytest.raises(
         ConfigurationError, match=r"the key Bearer \*\*\* is not valid; set ORCINUS_API_KEY to another"
     ) as error:
@@ -279,7 +279,7 @@ def orcinus(gateway: GatewayProcess, *words: str, typed: str = "") -> subprocess
 
 
 def test_batch_has_an_answer_for_each_line(tmp_path: Path, gateway: GatewayProcess, answers: None) -> None:
-    lines = [
+    lines: list[tuple[str, str, dict[str, Any]]] = [
         ("/v1/completions", gateway.name, {"prompt": "0"}),
         ("/v1/chat/completions", gateway.name, {"messages": [{"role": "user", "content": "1"}]}),
         ("/v1/completions", "wrong", {"prompt": "2"}),

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -217,7 +218,7 @@ def test_stored_and_random_weights_must_fit_in_memory(tmp_path: Path) -> None:
 def test_ranks_need_a_core_or_a_gpu_each(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], gpus: int, said: list[tuple[str, str]]
 ) -> None:
-    monkeypatch.setattr(doctor.psutil, "cpu_count", lambda logical: 2)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 2)
     facts = machine() if gpus else Facts()
     monkeypatch.setattr(doctor, "gather", lambda: facts)
     assert len(facts.devices) == gpus

@@ -28,7 +28,6 @@ def settings(redis_server: RedisServer, model: Path) -> CommonSettings:
 def shard(redis_server: RedisServer, settings: CommonSettings) -> ScriptedScheduler:
     """A shard with a worker, both with a gateway beside them."""
     scheduler = ScriptedScheduler(redis_server.client, settings.keys).lead(running=3, waiting=2)
-    redis_server.client.zadd(settings.keys.workers, {"worker-0": 1})
     redis_server.client.set(settings.keys.alive("gateway", "gateway-x"), 7)
     return scheduler
 
@@ -71,9 +70,7 @@ def test_service_has_left_when_its_next_start_registers_or_its_heartbeat_ends(
 @pytest.fixture
 def further(shard: ScriptedScheduler) -> ScriptedScheduler:
     """A shard of another model, with a worker, behind the same gateway."""
-    scheduler = ScriptedScheduler(shard.client, Keys("org/Second")).lead(running=1)
-    shard.client.zadd(scheduler.keys.workers, {"worker-1": 1})
-    shard.client.hset(scheduler.keys.worker("worker-1"), mapping={"identity": "y"})
+    scheduler = ScriptedScheduler(shard.client, Keys("org/Second"), worker="worker-1").lead(running=1)
     shard.client.set(scheduler.keys.alive("gateway", "gateway-x"), 1)
     return scheduler
 

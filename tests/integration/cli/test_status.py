@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import policy, stack, status
+from services.cli import policy, stack, status, top
 from services.launcher import doctor
 from services.launcher.doctor import CONTAINER
 from services.launcher.rundir import RunDir, StackFacts
@@ -139,7 +139,7 @@ def test_status_without_stack_says_how_to_start_one(
 ) -> None:
     monkeypatch.delenv("ORCINUS_REDIS_URL", raising=False)
     address = f"redis://127.0.0.1:{free_port()}/0"
-    monkeypatch.setattr(status.top, "redis_address", lambda *_: (address, {}))  # the default one may run here
+    monkeypatch.setattr(top, "redis_address", lambda *_: (address, {}))  # the default one may run here
     target = stack.Target(CommonSettings(), LauncherSettings(run_dir=tmp_path), None)
     assert status.run(target, as_json=False) == 1
     assert "no stack runs here; start one with `make run`" in capsys.readouterr().err

@@ -35,16 +35,30 @@ def asgi(gateway: Gateway) -> httpx.AsyncClient:
     )
 
 
+EVERY_S = 0.1
+"""A gateway in this process looks at Redis so often, where others do so once a second."""
+LOOKS = [
+    "cluster.EVERY_S",
+    "delivery.dispatcher.EVERY_S",
+    "delivery.background.EVERY_S",
+    "models.EVERY_S",
+    "published.EVERY_S",
+]
+
+
 @contextlib.asynccontextmanager
 async def in_process(settings: GatewaySettings, text: ModelText) -> AsyncIterator[Gateway]:
     """Yield a gateway that sees a scheduler."""
-    running = Gateway(settings, text)
-    await running.start()
-    try:
-        await wait_until(lambda: not running.reason_not_ready())
-        yield running
-    finally:
-        await running.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in LOOKS:
+            patch.setattr(f"services.gateway.{name}", EVERY_S)
+        running = Gateway(settings, text)
+        await running.start()
+        try:
+            await wait_until(lambda: not running.reason_not_ready())
+            yield running
+        finally:
+            await running.stop()
 
 
 @pytest.fixture

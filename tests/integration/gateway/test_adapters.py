@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,7 +261,7 @@ async def test_modules_and_shapes_are_compared_with_the_weights(
     base = tmp_path / "own" / "model.safetensors"
     write(folder / "shaped")  # [6, 8]
 
-    async def loaded(tensors: dict[str, tuple[int, ...]]) -> str:
+    async def loaded(tensors: Mapping[str, tuple[int, ...]]) -> str:
         save_file({key: np.zeros(shape, np.float32) for key, shape in tensors.items()}, base)
         try:
             await adapters.load("shaped", "shaped", False)
@@ -328,7 +328,7 @@ async def test_base_of_a_gguf_model_is_not_compared(settings: GatewaySettings, f
     path = tmp_path / "models--bartowski--Llama-3.2-1B-Instruct-GGUF" / "snapshots" / "abc" / "x.gguf"
     path.parent.mkdir(parents=True)
     sizes = {"context_length": 64, "embedding_length": HIDDEN, "block_count": 2, "feed_forward_length": 16}
-    header = {f"llama.{key}": value for key, value in {**sizes, "attention.head_count": 1}.items()}
+    header: dict[str, Any] = {f"llama.{key}": value for key, value in {**sizes, "attention.head_count": 1}.items()}
     header |= {"general.architecture": "llama", "llama.attention.layer_norm_rms_epsilon": 1e-5}
     header |= {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.eos_token_id": 1}
     write_file(path, header, {"token_embd.weight": ("F32", (4, HIDDEN), bytes(4 * HIDDEN * 4))})

@@ -96,7 +96,7 @@ def test_expired_key_is_refused(gateway: GatewayProcess, made: dict[str, Any], r
     key = brief["key"]
     assert brief["expires_s"] - brief["created_s"] == 86400
     assert models(gateway, key).status_code == 200
-    record = KeyRecord.decode(client.hget(keys.api_keys, brief["id"]))  # type: ignore[arg-type]
+    record = KeyRecord.decode(client.hget(keys.api_keys, brief["id"]))
     past = KeyRecord.decode(record.encode().replace(str(record.expires_s).encode(), str(record.created_s).encode()))
     client.hset(keys.api_keys, past.id, past.encode())
     client.incr(keys.keys_version)
@@ -160,10 +160,11 @@ def test_unreadable_key_record_is_refused_and_harms_no_other(
     gateway: GatewayProcess, made: dict[str, Any], redis_server: RedisServer
 ) -> None:
     keys, client = gateway.keys, redis_server.client
-    good = json.loads(client.hget(keys.api_keys, made["bob"]["id"]))  # type: ignore[arg-type]
-    bad = [b"\xff", b"[]", b"{}", b"1", *(json.dumps(good | change).encode() for change in (
+    good = json.loads(client.hget(keys.api_keys, made["bob"]["id"]))
+    changes: list[dict[str, Any]] = [
         {"digest": None}, {"expires_s": "soon"}, {"max_priority": "now"}, {"id": []}, {"more": 1},
-    ))]  # fmt: skip
+    ]  # fmt: skip
+    bad = [b"\xff", b"[]", b"{}", b"1", *(json.dumps(good | change).encode() for change in changes)]
     client.hset(keys.api_keys, mapping={f"{number:012x}": record for number, record in enumerate(bad)})
     client.incr(keys.keys_version)
     until("the log names all of them", lambda: gateway.log().count("is unreadable") == len(bad))
@@ -287,7 +288,7 @@ async def test_keys_of_an_older_version_are_read_of_all_models(empty_redis: Redi
             empty_redis.client.incr(keys.model_keys_version)
         await wait_until(lambda: keyring.caller(record.id) and keyring.caller("f" * 12))
         found = [caller and caller.models for caller in (keyring.caller("f" * 12), keyring.caller(record.id))]
-        assert found == [{"elder"}, {"org/Second"}]
+        assert found == [frozenset({"elder"}), frozenset({"org/Second"})]
     async with read(empty_redis, "elder") as keyring:
         caller = keyring.caller("f" * 12)
         assert caller is not None and caller.models == {"elder"}

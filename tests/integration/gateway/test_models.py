@@ -547,9 +547,13 @@ async def test_idle_model_is_let_go_and_opens_again(
     client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer
 ) -> None:
     assert await text_of(client, SECOND) == TEXTS[SECOND]
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
     model: ServedModel = gateway.models.open[SECOND]
     await see_third_loading(gateway, redis_server)  # states were read while the second model was open
-    model.dispatcher.submit(asyncio.Event().wait)  # so that its end takes a while
+    model.dispatcher.submit(never)  # so that its end takes a while
     left: list[int] = []
     gateway.models.on_open = lambda _: left.append(len(model.tasks))
     await expire(model)

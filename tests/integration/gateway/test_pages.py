@@ -69,7 +69,7 @@ SENT = [
 """What a page may send to any server without asking it before, and two that it may not."""
 
 
-def refused(server: GatewayProcess, ops: bool = False, **browser: str) -> set[bool]:
+def refused(server: GatewayProcess, browser: dict[str, str], ops: bool = False) -> set[bool]:
     """Return whether requests with these headers of a browser are refused for their origin."""
     headers = {name.replace("_", "-"): value for name, value in browser.items()}
     url, found = server.ops_url if ops else server.url, set()
@@ -103,10 +103,10 @@ def test_page_of_another_origin_changes_nothing_without_a_key(
     gateway: GatewayProcess, guarded: GatewayProcess, browser: dict[str, str], is_refused: bool
 ) -> None:
     sent = {name: value.format(own=gateway.url) for name, value in browser.items()}
-    assert refused(gateway, **sent) == {is_refused}
+    assert refused(gateway, sent) == {is_refused}
     own = {name: value.format(own=gateway.ops_url) for name, value in browser.items()}
-    assert refused(gateway, ops=True, **own) == {is_refused}
-    assert refused(guarded, **sent) == {False}, "it has no key"
+    assert refused(gateway, own, ops=True) == {is_refused}
+    assert refused(guarded, sent) == {False}, "it has no key"
     read = httpx.get(gateway.url + "/v1/models", headers={k.replace("_", "-"): v for k, v in sent.items()}, timeout=60)
     assert read.status_code == 200
 

@@ -52,7 +52,7 @@ def test_tenant_that_fills_redis_with_schemas_is_429_alone(
     gateway, scheduler = attacked
     client, keys = scheduler.client, gateway.keys
     before = client.info("memory")["used_memory"]
-    sent = []
+    sent: list[str] = []
     while (answer := with_schema(gateway, len(sent))).status_code == 202:
         sent.append(answer.json()["id"])
     error = answer.json()["error"]

@@ -80,12 +80,16 @@ async def test_realtime_chat_is_encoded_before_a_crowd_of_low(
     body = {"model": local_gateway.first.name, "max_tokens": 1, "background": True}
     low = {**body, "priority": "low", "messages": [{"role": "user", "content": "low     " + "x " * 20_000}]}
     urgent = {**body, "priority": "realtime", "messages": [{"role": "user", "content": "realtime"}]}
+    tasks: list[asyncio.Task[httpx.Response]] = []
+
+    def are_asked() -> bool:
+        return len(asked) == len(tasks)
+
     async with asgi(local_gateway) as client, asyncio.timeout(120):
-        tasks = []
         try:
             for crowd in ([low] * 3 * THREADS, [urgent]):
                 tasks += [asyncio.create_task(client.post("/v1/chat/completions", json=one)) for one in crowd]
-                await wait_until(lambda sent=len(tasks): len(asked) == sent)
+                await wait_until(are_asked)
         finally:
             go.set()
         await asyncio.gather(*tasks)

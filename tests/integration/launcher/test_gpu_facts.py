@@ -17,6 +17,8 @@ from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.support.compiler import needs_compiler
 from tests.support.stand_ins.recorded_gpus import GIB, PROC_VERSION, SMI, driver
 
+SOURCE = str(Path(__file__).with_name("libcuda.cpp"))
+
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -25,7 +27,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, init in (("fine", 0), ("waiting", 802)):
         (folder / name).mkdir()
         made = folder / name / "libcuda.so.1"
-        command = ["g++", f"-DINIT={init}", "-shared", "-fPIC", "-o", made, Path(__file__).with_name("libcuda.cpp")]
+        command = ["g++", f"-DINIT={init}", "-shared", "-fPIC", "-o", str(made), SOURCE]
         subprocess.run(command, check=True)
     return folder
 

@@ -6,8 +6,10 @@ import signal
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -104,7 +106,7 @@ def test_standby_of_a_placer_is_ready_while_one_for_the_same_models_leads(server
     begun.touch()
     server.set(PLACER_KEYS.lease(PLACER), "7:another")
     placed = {"a": Placement(True).encode(), "org/B": Placement(False).encode()}
-    server.hset(PLACER_KEYS.placements, mapping={**placed, "c": Placement(False).encode()})
+    server.hset(PLACER_KEYS.placements, mapping=dict[Any, Any](placed | {"c": Placement(False).encode()}))
     assert not probe.ready()
     server.hdel(PLACER_KEYS.placements, "c")
     assert probe.ready()
@@ -132,7 +134,7 @@ class SilentRedis:
 
 def test_probes_of_a_silent_redis_wait_for_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     silent, now = SilentRedis(), [100.0]
-    monkeypatch.setattr(probes.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     shared = SharedClient(silent)
     each = [SchedulerProbe(shared, f"lease:{number}") for number in range(6)]
     for probe in each:

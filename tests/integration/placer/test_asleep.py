@@ -100,7 +100,7 @@ class Sleeper:
         return self.hash(self.keys.stats("shard-0"))
 
     def hash(self, key: str) -> dict[bytes, bytes]:
-        found: dict[bytes, bytes] = self.redis.client.hgetall(key)  # type: ignore[assignment]  # its stubs allow awaitables
+        found: dict[bytes, bytes] = self.redis.client.hgetall(key)
         return found
 
     def batch(self, name: str) -> dict[str, Any]:

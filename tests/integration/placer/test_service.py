@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 from services.placer import decide, service
 from services.placer.service import Placer
@@ -113,8 +112,8 @@ async def test_clock_of_redis_that_is_set_back_keeps_no_model_awake(
     """The clock goes back by an hour once the placer has seen what waits and what serves."""
     offset_s = 3600
 
-    def connected(*arguments: Any, **options: Any) -> Redis:
-        made: Redis = connect(*arguments, **options)
+    def connected(*arguments: Any, **options: Any) -> Any:
+        made: Any = connect(*arguments, **options)
         made.set_response_callback("TIME", lambda reply, **_: (int(reply[0]) + offset_s, int(reply[1])))
         return made
 

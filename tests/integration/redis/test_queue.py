@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 from protos import queue_pb2
 from services.gateway.request import KEPT_KEY_BYTES
@@ -31,13 +30,13 @@ from tests.integration.redis.script_calls import scripts as scripts
 from tests.integration.redis.script_calls import server as server
 
 
-async def test_queue_is_bounded_in_tokens_beyond_one_long_request(client: Redis, scripts: Scripts) -> None:
+async def test_queue_is_bounded_in_tokens_beyond_one_long_request(client: Any, scripts: Scripts) -> None:
     assert (await enqueue(scripts, "a", tokens=500))[0] == b"ok"
     assert await enqueue(scripts, "b", tokens=1) == [b"full", 500]
     assert await client.exists(KEYS.req("b")) == 0
 
 
-async def test_tenant_with_its_share_of_the_queue_is_refused_alone(client: Redis, scripts: Scripts) -> None:
+async def test_tenant_with_its_share_of_the_queue_is_refused_alone(client: Any, scripts: Scripts) -> None:
     assert (await enqueue(scripts, "a", tokens=60, of_tenant=50))[0] == b"ok", "its first, however long it is"
     assert await enqueue(scripts, "b", tokens=1, of_tenant=50) == [b"tenant", 60, 1]
     assert (await enqueue(scripts, "c", tokens=40, of_tenant=50, tenant="bob"))[0] == b"ok"
@@ -45,7 +44,7 @@ async def test_tenant_with_its_share_of_the_queue_is_refused_alone(client: Redis
     assert await enqueue(scripts, "d", tokens=1, tenant="carol") == [b"full", 100]
 
 
-async def test_long_wait_refuses_tenants_with_an_even_share_only(client: Redis, scripts: Scripts) -> None:
+async def test_long_wait_refuses_tenants_with_an_even_share_only(client: Any, scripts: Scripts) -> None:
     assert (await enqueue(scripts, "a", tokens=60, late=1))[0] == b"ok", "nothing waits"
     assert await enqueue(scripts, "b", late=1) == [b"late"]
     assert (await enqueue(scripts, "c", late=1, tenant="bob"))[0] == b"ok"
@@ -55,7 +54,7 @@ async def test_long_wait_refuses_tenants_with_an_even_share_only(client: Redis, 
     assert await enqueue(scripts, "g", most=200, late=1, tenant="bob") == [b"late"], "60 each by now"
 
 
-async def test_count_of_a_tenant_ends_with_its_last_waiting_request(client: Redis, scripts: Scripts) -> None:
+async def test_count_of_a_tenant_ends_with_its_last_waiting_request(client: Any, scripts: Scripts) -> None:
     """Of a record that is gone; test_shard_moves.py has those that start and end."""
     epoch = await lease(scripts, "acquire")
     for name, changes in {"r": {}, "other": {}, "bobs": {"tokens": 7, "tenant": "bob"}}.items():
@@ -70,7 +69,7 @@ async def test_count_of_a_tenant_ends_with_its_last_waiting_request(client: Redi
     assert await client.exists(KEYS.queue_tenants) == 0
 
 
-async def test_entry_that_redis_lost_with_its_counts_is_not_counted_back(client: Redis, scripts: Scripts) -> None:
+async def test_entry_that_redis_lost_with_its_counts_is_not_counted_back(client: Any, scripts: Scripts) -> None:
     epoch = await lease(scripts, "acquire")
     await enqueue(scripts, "r")
     ((_, entry), *_) = await claim(client, scripts, epoch)
@@ -80,14 +79,14 @@ async def test_entry_that_redis_lost_with_its_counts_is_not_counted_back(client:
     assert await client.exists(KEYS.queue, KEYS.queue_tenants) == 0
 
 
-async def test_stale_count_of_a_tenant_ends_with_the_queue(client: Redis, scripts: Scripts) -> None:
+async def test_stale_count_of_a_tenant_ends_with_the_queue(client: Any, scripts: Scripts) -> None:
     await client.hset(KEYS.queue_tenants, mapping={"alice": 5000, "bob": 3})
     assert (await enqueue(scripts, "a", of_tenant=50))[0] == b"ok"
     assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10"}
 
 
-async def test_refusal_leaves_the_others_of_its_call_alone(client: Redis, scripts: Scripts) -> None:
-    calls = {
+async def test_refusal_leaves_the_others_of_its_call_alone(client: Any, scripts: Scripts) -> None:
+    calls: dict[str, dict[str, Any]] = {
         "a": {"tokens": 60}, "b": {"tokens": 41}, "c": {"tokens": 40, "tenant": "bob"}, "d": {"rpm": 1, "tokens": 0},
     }  # fmt: skip
     answers = await enqueue_all(scripts, calls)
@@ -100,7 +99,7 @@ async def test_refusal_leaves_the_others_of_its_call_alone(client: Redis, script
     assert await client.hget(KEYS.queue, "requests") == b"3"
 
 
-async def test_error_of_redis_leaves_the_others_of_the_call_alone(client: Redis, scripts: Scripts) -> None:
+async def test_error_of_redis_leaves_the_others_of_the_call_alone(client: Any, scripts: Scripts) -> None:
     await client.set(KEYS.requests("low"), "of another type")
     answers = await enqueue_all(scripts, {"a": {}, "b": {"class": "low"}, "c": {}})
     assert [answer[0] for answer in answers] == [b"ok", b"error", b"ok"]
@@ -113,11 +112,11 @@ SIZE = len(b"payload" + b"go on") + 2048
 """Bytes of a request of `enqueue`."""
 
 
-async def counted(client: Redis) -> tuple[int, dict[bytes, bytes]]:
+async def counted(client: Any) -> tuple[int, dict[bytes, bytes]]:
     return int(await client.hget(KEYS.queue, "bytes") or 0), await client.hgetall(KEYS.queue_bytes)
 
 
-async def test_bytes_are_bounded_in_all_and_by_tenant(client: Redis, scripts: Scripts) -> None:
+async def test_bytes_are_bounded_in_all_and_by_tenant(client: Any, scripts: Scripts) -> None:
     bounds = {"tokens": 1, "most_bytes": 3 * SIZE, "tenant_bytes": 2 * SIZE}
     for name in ("a", "b"):
         assert (await enqueue(scripts, name, **bounds))[0] == b"ok"
@@ -128,7 +127,7 @@ async def test_bytes_are_bounded_in_all_and_by_tenant(client: Redis, scripts: Sc
     assert await client.exists(KEYS.req("c"), KEYS.req("e")) == 0
 
 
-async def test_conversation_that_a_gateway_holds_counts(client: Redis, scripts: Scripts) -> None:
+async def test_conversation_that_a_gateway_holds_counts(client: Any, scripts: Scripts) -> None:
     bounds = {"tokens": 1, "most_bytes": 3 * SIZE}
     assert (await enqueue(scripts, "a", conversation=SIZE, **bounds))[0] == b"ok"
     assert await counted(client) == (2 * SIZE, {b"alice": b"%d" % (2 * SIZE)})
@@ -136,7 +135,7 @@ async def test_conversation_that_a_gateway_holds_counts(client: Redis, scripts: 
     assert (await enqueue(scripts, "c", **bounds))[0] == b"ok"
 
 
-async def test_counted_bytes_cover_what_redis_holds(client: Redis, scripts: Scripts) -> None:
+async def test_counted_bytes_cover_what_redis_holds(client: Any, scripts: Scripts) -> None:
     parts = {"request": bytes(40_000), "delivery": bytes(300), "most": 1 << 30, "of_tenant": 1 << 30}
     before = (await client.info("memory"))["used_memory"]
     for number in range(100):
@@ -145,7 +144,7 @@ async def test_counted_bytes_cover_what_redis_holds(client: Redis, scripts: Scri
     assert held / 1.25 < (await counted(client))[0] < 1.25 * held
 
 
-async def test_bytes_of_prompt_logprobs_count_until_they_are_gone(client: Redis, scripts: Scripts) -> None:
+async def test_bytes_of_prompt_logprobs_count_until_they_are_gone(client: Any, scripts: Scripts) -> None:
     bounds = {"tokens": 1, "tenant_bytes": 2 * SIZE + 5000}
     epoch, *_ = await claimed(client, scripts)
     for name in ("a", "b"):
@@ -168,7 +167,7 @@ async def test_bytes_of_prompt_logprobs_count_until_they_are_gone(client: Redis,
 
 
 @pytest.mark.parametrize("ahead_ms", [KEPT_TTL_MS + 60_000, 10**15], ids=["minutes", "ages"])
-async def test_foreign_entry_of_the_future_keeps_no_bytes(client: Redis, scripts: Scripts, ahead_ms: int) -> None:
+async def test_foreign_entry_of_the_future_keeps_no_bytes(client: Any, scripts: Scripts, ahead_ms: int) -> None:
     """Redis gives all entries behind it later ids, so these are counted back, too; then its clock counts again."""
     bounds = {"tokens": 1, "tenant_bytes": 2 * SIZE}
     now = int((await client.time())[0]) * 1000
@@ -186,7 +185,7 @@ async def test_foreign_entry_of_the_future_keeps_no_bytes(client: Redis, scripts
     assert await client.xlen(KEYS.queue_kept) == 1, "one of the present stays"
 
 
-async def test_refusal_by_kept_bytes_says_when_enough_have_gone(client: Redis, scripts: Scripts) -> None:
+async def test_refusal_by_kept_bytes_says_when_enough_have_gone(client: Any, scripts: Scripts) -> None:
     """Alice keeps 3,000 bytes for three minutes and 2,000 for four. Bob holds as many; his request has not ended."""
     bounds = {"tokens": 1, "tenant": "alice", "most_bytes": 1 << 20, "tenant_bytes": SIZE + 4000}
     now = int((await client.time())[0]) * 1000
@@ -216,13 +215,13 @@ async def test_refusal_by_kept_bytes_says_when_enough_have_gone(client: Redis, s
     assert await wait_s(b"bytes", most_bytes=2 * SIZE + 3999) == 240
 
 
-async def test_request_larger_than_the_bound_enters_alone(client: Redis, scripts: Scripts) -> None:
+async def test_request_larger_than_the_bound_enters_alone(client: Any, scripts: Scripts) -> None:
     assert (await enqueue(scripts, "a", most_bytes=10, tenant_bytes=10))[0] == b"ok"
     assert (await enqueue(scripts, "b", most_bytes=10, tenant_bytes=10))[0] == b"bytes"
 
 
 @pytest.mark.parametrize("way", ["gone", "unreadable"])
-async def test_bytes_are_counted_until_the_entry_is_deleted(client: Redis, scripts: Scripts, way: str) -> None:
+async def test_bytes_are_counted_until_the_entry_is_deleted(client: Any, scripts: Scripts, way: str) -> None:
     """Those of requests that start, end and go back: test_shard_moves.py."""
     intake = await leading(client, scripts)
     await enqueue(scripts, "r", request=b"\xff" if way == "unreadable" else b"\x0a\x01r")  # id: r
@@ -234,7 +233,7 @@ async def test_bytes_are_counted_until_the_entry_is_deleted(client: Redis, scrip
     assert await counted(client) == (int(tenants[b"bob"]), {b"bob": tenants[b"bob"]})
 
 
-async def test_bytes_of_a_deleted_stream_are_forgotten(client: Redis, scripts: Scripts) -> None:
+async def test_bytes_of_a_deleted_stream_are_forgotten(client: Any, scripts: Scripts) -> None:
     bounds = {"tokens": 1, "most_bytes": SIZE, "tenant_bytes": SIZE}
     await enqueue(scripts, "a", **bounds)
     assert (await enqueue(scripts, "b", **bounds))[0] == b"bytes"
@@ -245,7 +244,7 @@ async def test_bytes_of_a_deleted_stream_are_forgotten(client: Redis, scripts: S
 
 @pytest.mark.parametrize("number", ["1000000", "-1000000", "x"])
 async def test_wrong_counts_of_the_queue_are_forgotten_once_it_is_empty(
-    client: Redis, scripts: Scripts, number: str
+    client: Any, scripts: Scripts, number: str
 ) -> None:
     """Else all requests would be refused until an operator deletes them."""
     fields = ("tokens", "requests", "tokens:normal", "bytes")
@@ -272,19 +271,23 @@ async def test_wrong_counts_of_the_queue_are_forgotten_once_it_is_empty(
 COUNTS = (KEYS.queue, KEYS.queue_tenants, KEYS.queue_bytes, KEYS.queue_grammars)
 
 
-async def counts(client: Redis) -> list[dict[bytes, bytes]]:
+async def counts(client: Any) -> list[dict[bytes, bytes]]:
     """Return all that is counted, without texts."""
     found = [await client.hgetall(name) for name in COUNTS]
     return [{field: number for field, number in held.items() if not field.startswith(b"text:")} for held in found]
 
 
-async def busy(client: Redis, scripts: Scripts) -> Lease:
+async def busy(client: Any, scripts: Scripts) -> Lease:
     """Return the lease of a shard with a request that runs, two that wait and one that has ended with bytes kept."""
     held = Lease(scripts, KEYS, SHARD, 5000)
     await held.take()
     limits = {"most": 1000, "of_tenant": 1000}
-    calls = {"runs": {}, "ended": {"delivery": b"d" * 9000}, "waits": {"tokens": 30, "class": "low"}}
-    calls |= {"bobs": {"tenant": "bob", "grammar": "sha256:a", "text": TEXT, "prompts": b"apart"}}
+    calls: dict[str, dict[str, Any]] = {
+        "runs": {},
+        "ended": {"delivery": b"d" * 9000},
+        "waits": {"tokens": 30, "class": "low"},
+        "bobs": {"tenant": "bob", "grammar": "sha256:a", "text": TEXT, "prompts": b"apart"},
+    }
     answers = await enqueue_all(scripts, {name: values | limits for name, values in calls.items()}, share=1.0)
     row = ["ended", KEYS.requests("normal"), answers[1][1], "2", 10, "0", ""]
     await publish(scripts, publication(held.text, [], [], ["runs"], row))
@@ -292,7 +295,7 @@ async def busy(client: Redis, scripts: Scripts) -> Lease:
 
 
 @pytest.mark.parametrize("number", ["1000000", "0", "-1000000", "x"])
-async def test_wrong_counts_of_a_busy_queue_are_counted_anew(client: Redis, scripts: Scripts, number: str) -> None:
+async def test_wrong_counts_of_a_busy_queue_are_counted_anew(client: Any, scripts: Scripts, number: str) -> None:
     """Of a queue that is never empty: else requests are refused for ever, or the bounds are not kept."""
     held = await busy(client, scripts)
     intake, before = Intake(client, client, scripts, KEYS, SHARD, held, Clock()), await counts(client)
@@ -315,7 +318,7 @@ async def test_wrong_counts_of_a_busy_queue_are_counted_anew(client: Redis, scri
     assert await counts(client) == counted_anew
 
 
-async def test_counts_without_their_stream_are_counted_anew(client: Redis, scripts: Scripts) -> None:
+async def test_counts_without_their_stream_are_counted_anew(client: Any, scripts: Scripts) -> None:
     held = await busy(client, scripts)
     await client.delete(KEYS.requests("low"), KEYS.queue_kept)
     assert await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 2]) == 1
@@ -324,7 +327,7 @@ async def test_counts_without_their_stream_are_counted_anew(client: Redis, scrip
     assert await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 2]) == 0
 
 
-async def test_long_queue_is_not_counted_anew(client: Redis, scripts: Scripts) -> None:
+async def test_long_queue_is_not_counted_anew(client: Any, scripts: Scripts) -> None:
     """It would hold up Redis."""
     held = await busy(client, scripts)
     await client.hset(KEYS.queue, mapping={"tokens": 7, "bytes": 7})
@@ -334,7 +337,7 @@ async def test_long_queue_is_not_counted_anew(client: Redis, scripts: Scripts) -
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_counts_are_those_of_the_entries_after_each_call(client: Redis, scripts: Scripts, seed: int) -> None:
+async def test_counts_are_those_of_the_entries_after_each_call(client: Any, scripts: Scripts, seed: int) -> None:
     drawn, held = random.Random(seed), Lease(scripts, KEYS, SHARD, 60_000)
     await held.take()
     for number in range(60):
@@ -358,7 +361,7 @@ async def test_counts_are_those_of_the_entries_after_each_call(client: Redis, sc
         assert await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 100]) == 0, f"call {number}: {kind}"
 
 
-async def test_expired_request_with_prompts_apart_is_counted_back(client: Redis, scripts: Scripts) -> None:
+async def test_expired_request_with_prompts_apart_is_counted_back(client: Any, scripts: Scripts) -> None:
     """Neither its record nor its prompts tell the number of its tokens."""
     intake = await leading(client, scripts)
     wire = queue_pb2.Request(id="r", tenant="alice", n=1, max_tokens=1, prompts_apart=True)
@@ -370,7 +373,7 @@ async def test_expired_request_with_prompts_apart_is_counted_back(client: Redis,
     assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10"}
 
 
-async def test_counts_of_the_queue_stay_above_zero(client: Redis, scripts: Scripts) -> None:
+async def test_counts_of_the_queue_stay_above_zero(client: Any, scripts: Scripts) -> None:
     """Below it, more requests would wait than the bounds allow."""
     fields = ("tokens", "requests", "tokens:normal")
     epoch = await lease(scripts, "acquire")
@@ -394,7 +397,7 @@ def bound(**changes: Any) -> dict[str, Any]:
     return {"tokens": 1, "grammar": "sha256:a", "text": TEXT} | changes
 
 
-async def leading(client: Redis, scripts: Scripts) -> Intake:
+async def leading(client: Any, scripts: Scripts) -> Intake:
     """Return the intake of a scheduler that leads the shard."""
     held = Lease(scripts, KEYS, SHARD, 5000)
     await held.take()
@@ -411,19 +414,19 @@ async def enqueue_bound(scripts: Scripts, name: str, text: str) -> None:
     await enqueue(scripts, name, request=wire.SerializeToString(), grammar=wire.sampling.grammar, text=text)
 
 
-async def grammars(client: Redis) -> dict[bytes, bytes]:
+async def grammars(client: Any) -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = await client.hgetall(KEYS.queue_grammars)
     return found
 
 
-async def ended(client: Redis, scripts: Scripts, epoch: int, name: str, entry: bytes) -> None:
+async def ended(client: Any, scripts: Scripts, epoch: int, name: str, entry: bytes) -> None:
     """End a request, by a call that is repeated: it counts once."""
     for _ in range(2):
         row = [name, KEYS.requests("normal"), entry, "2", 1, "0", ""]
         await publish(scripts, publication(epoch, [], [], [name], row))
 
 
-async def test_grammar_lies_in_redis_once_until_its_last_request_ends(client: Redis, scripts: Scripts) -> None:
+async def test_grammar_lies_in_redis_once_until_its_last_request_ends(client: Any, scripts: Scripts) -> None:
     epoch = await lease(scripts, "acquire")
     a, b = await enqueue_all(scripts, {"a": bound(), "b": bound()}, share=1.0)
     assert (a[0], b[0]) == (b"ok", b"ok")
@@ -437,7 +440,7 @@ async def test_grammar_lies_in_redis_once_until_its_last_request_ends(client: Re
     assert kept == 0, "the text is counted back"
 
 
-async def test_grammar_counts_with_the_request_that_brings_it(client: Redis, scripts: Scripts) -> None:
+async def test_grammar_counts_with_the_request_that_brings_it(client: Any, scripts: Scripts) -> None:
     bounds = {"tenant_bytes": 2 * SIZE + 5000}
     assert (await enqueue(scripts, "small", tokens=1))[0] == b"ok"
     assert (await enqueue(scripts, "a", **bound(tenant_bytes=2 * SIZE + 4999)))[:3] == [
@@ -449,7 +452,7 @@ async def test_grammar_counts_with_the_request_that_brings_it(client: Redis, scr
     assert (await enqueue(scripts, "b", **bound(tenant_bytes=3 * SIZE + 5000)))[0] == b"ok"
 
 
-async def test_scheduler_keeps_one_text_of_many_requests(client: Redis, scripts: Scripts) -> None:
+async def test_scheduler_keeps_one_text_of_many_requests(client: Any, scripts: Scripts) -> None:
     intake = await leading(client, scripts)
     text = "a" * 2000
     for name in ("first", "second"):
@@ -459,7 +462,7 @@ async def test_scheduler_keeps_one_text_of_many_requests(client: Redis, scripts:
     assert second.request.grammar is first.request.grammar
 
 
-async def test_text_of_another_grammar_is_replaced_by_the_next_request(client: Redis, scripts: Scripts) -> None:
+async def test_text_of_another_grammar_is_replaced_by_the_next_request(client: Any, scripts: Scripts) -> None:
     intake = await leading(client, scripts)
     text = "a" * 2000
     name = grammar_name("alice", text)
@@ -473,7 +476,7 @@ async def test_text_of_another_grammar_is_replaced_by_the_next_request(client: R
     assert answers[1].request.grammar == text
 
 
-async def test_requests_with_a_replaced_text_run(client: Redis, scripts: Scripts) -> None:
+async def test_requests_with_a_replaced_text_run(client: Any, scripts: Scripts) -> None:
     """The right text came before the scheduler looked."""
     intake = await leading(client, scripts)
     text = "a" * 2000
@@ -485,7 +488,7 @@ async def test_requests_with_a_replaced_text_run(client: Redis, scripts: Scripts
 
 @pytest.mark.parametrize("way", ["deleted", "longer", "empty"])
 async def test_bytes_of_a_grammar_are_counted_back_as_they_were_counted(
-    client: Redis, scripts: Scripts, way: str
+    client: Any, scripts: Scripts, way: str
 ) -> None:
     """Whatever stands in the place of its text at the end."""
     epoch = await lease(scripts, "acquire")
@@ -504,7 +507,7 @@ async def test_bytes_of_a_grammar_are_counted_back_as_they_were_counted(
 
 
 @pytest.mark.parametrize("lost", ["grammar", "prompts"])
-async def test_unreadable_request_ends_with_all_its_choices(client: Redis, scripts: Scripts, lost: str) -> None:
+async def test_unreadable_request_ends_with_all_its_choices(client: Any, scripts: Scripts, lost: str) -> None:
     intake = await leading(client, scripts)
     wire = queue_pb2.Request(id="r", tenant="alice", n=2, max_tokens=1, prompts_apart=lost == "prompts")
     if lost == "grammar":
@@ -516,7 +519,7 @@ async def test_unreadable_request_ends_with_all_its_choices(client: Redis, scrip
     assert item.error and item.choices == 6
 
 
-async def test_text_that_redis_lost_comes_again_with_the_next_request(client: Redis, scripts: Scripts) -> None:
+async def test_text_that_redis_lost_comes_again_with_the_next_request(client: Any, scripts: Scripts) -> None:
     await enqueue(scripts, "a", **bound())
     await client.hdel(KEYS.queue_grammars, FIELDS[1])
     await enqueue(scripts, "b", **bound())
@@ -526,7 +529,7 @@ async def test_text_that_redis_lost_comes_again_with_the_next_request(client: Re
     assert await grammars(client) == dict(zip(FIELDS, [b"1", TEXT, b"5000"], strict=True))
 
 
-async def test_grammars_of_deleted_streams_are_forgotten(client: Redis, scripts: Scripts) -> None:
+async def test_grammars_of_deleted_streams_are_forgotten(client: Any, scripts: Scripts) -> None:
     bounds = {"tokens": 1, "most_bytes": SIZE, "tenant_bytes": SIZE}
     await enqueue(scripts, "a", **bound(**bounds))
     await client.delete(KEYS.requests("normal"))
@@ -534,7 +537,7 @@ async def test_grammars_of_deleted_streams_are_forgotten(client: Redis, scripts:
     assert (await counted(client), await grammars(client)) == ((SIZE, {b"alice": b"%d" % SIZE}), {})
 
 
-async def test_request_that_its_stream_refuses_leaves_no_count(client: Redis, scripts: Scripts) -> None:
+async def test_request_that_its_stream_refuses_leaves_no_count(client: Any, scripts: Scripts) -> None:
     await client.xadd(KEYS.requests("normal"), {"x": "y"}, id=HIGHEST)
     limits = {"concurrent": 1, "rpm": 5, "tpm": 500, "prompts": b"apart"}
     for _ in range(2):
@@ -544,9 +547,7 @@ async def test_request_that_its_stream_refuses_leaves_no_count(client: Redis, sc
 
 
 @pytest.mark.parametrize("grammar", ["", "a" * 2000])
-async def test_request_with_the_highest_id_comes_back_with_another(
-    client: Redis, scripts: Scripts, grammar: str
-) -> None:
+async def test_request_with_the_highest_id_comes_back_with_another(client: Any, scripts: Scripts, grammar: str) -> None:
     """A foreign entry before it had the id before. Its client would wait for ever."""
     intake, stream, last = await leading(client, scripts), KEYS.requests("normal"), (1 << 64) - 1
     await client.xadd(stream, {"x": "y"}, id=f"{last}-{last - 1}")
@@ -561,7 +562,7 @@ async def test_request_with_the_highest_id_comes_back_with_another(
 
 
 async def test_request_with_the_highest_id_behind_one_that_runs_ends_with_an_error(
-    client: Redis, scripts: Scripts
+    client: Any, scripts: Scripts
 ) -> None:
     intake, stream, last = await leading(client, scripts), KEYS.requests("normal"), (1 << 64) - 1
     await client.xadd(stream, {"x": "y"}, id=f"{last}-{last - 2}")
@@ -575,7 +576,7 @@ async def test_request_with_the_highest_id_behind_one_that_runs_ends_with_an_err
     assert (await enqueue(scripts, "next", tokens=1))[1] == HIGHEST.encode(), "the stream takes entries"
 
 
-async def test_stream_with_the_highest_id_goes_on_with_what_is_pending(client: Redis, scripts: Scripts) -> None:
+async def test_stream_with_the_highest_id_goes_on_with_what_is_pending(client: Any, scripts: Scripts) -> None:
     epoch, stream, entry = await claimed(client, scripts)
     await client.xadd(stream, {"x": "y"}, id=HIGHEST)
     await client.xreadgroup(GROUP, SHARD, {stream: ">"})
@@ -601,7 +602,7 @@ async def keep(
     scripts: Scripts, name: str, value: bytes, tenant: str = "a", ms: int = HOUR_MS, only_new: bool = False
 ) -> int:
     keys = [KEYS.response(name), KEYS.responses]
-    arguments = [KEYS.response(""), tenant, name, value, ms, BOUND, TENANT_BOUND, int(only_new)]
+    arguments: list[Any] = [KEYS.response(""), tenant, name, value, ms, BOUND, TENANT_BOUND, int(only_new)]
     return int(await scripts.keep(keys, arguments))
 
 
@@ -634,7 +635,7 @@ class Twin:
             del self.sizes[names.pop(0)]
 
 
-async def stored(client: Redis) -> dict[str, int]:
+async def stored(client: Any) -> dict[str, int]:
     """Return the bytes of each stored response; fail unless the counters say the same."""
     names = [key.decode().rpartition(":")[2] for key in await client.keys(KEYS.response("*"))]
     sizes = {name: await client.strlen(KEYS.response(name)) for name in names}
@@ -652,7 +653,7 @@ async def stored(client: Redis) -> dict[str, int]:
     return sizes
 
 
-async def test_expired_responses_are_counted_back(client: Redis, scripts: Scripts) -> None:
+async def test_expired_responses_are_counted_back(client: Any, scripts: Scripts) -> None:
     for number in range(3):
         assert await keep(scripts, f"resp_{number}", b"x", ms=1)
     while await client.exists(*(KEYS.response(f"resp_{number}") for number in range(3))):
@@ -662,7 +663,7 @@ async def test_expired_responses_are_counted_back(client: Redis, scripts: Script
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_random_calls_keep_what_their_twin_keeps(client: Redis, scripts: Scripts, seed: int) -> None:
+async def test_random_calls_keep_what_their_twin_keeps(client: Any, scripts: Scripts, seed: int) -> None:
     drawn, twin, lengths = random.Random(seed), Twin(), [0, 6_000, *range(1, 1_500, 80)]
     answers = set()
     for call in range(200):

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from redis.asyncio import Redis
 
 from protos import queue_pb2
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
@@ -38,7 +37,7 @@ from tests.integration.redis.script_calls import server as server
 SCRIPTS = Path(redis_client.__file__).parent / "lua"
 
 
-async def test_buckets_limit_requests_tokens_and_concurrency_and_are_refunded(client: Redis, scripts: Scripts) -> None:
+async def test_buckets_limit_requests_tokens_and_concurrency_and_are_refunded(client: Any, scripts: Scripts) -> None:
     assert (await enqueue(scripts, "r", concurrent=1, tpm=100))[0] == b"ok"
     assert (await enqueue(scripts, "b", concurrent=1, tpm=100))[0] == b"rate"
     assert float(await client.hget(KEYS.bucket("alice"), "tokens")) == pytest.approx(70, abs=1)
@@ -54,7 +53,7 @@ async def test_buckets_limit_requests_tokens_and_concurrency_and_are_refunded(cl
     assert float(bucket[b"tokens"]) == pytest.approx(55, abs=1)  # 100 - 30 - 30, and 15 of r's 30 came back
 
 
-async def test_new_requests_leave_the_memory_that_output_needs(client: Redis, scripts: Scripts) -> None:
+async def test_new_requests_leave_the_memory_that_output_needs(client: Any, scripts: Scripts) -> None:
     used = (await client.info("memory"))["used_memory"]
     await client.config_set("maxmemory", 4 * used)
     try:
@@ -72,7 +71,7 @@ async def test_new_requests_leave_the_memory_that_output_needs(client: Redis, sc
 
 
 @pytest.mark.parametrize("beats", [0, 1])
-async def test_claim_returns_whether_the_gateway_lives(client: Redis, scripts: Scripts, beats: int) -> None:
+async def test_claim_returns_whether_the_gateway_lives(client: Any, scripts: Scripts, beats: int) -> None:
     epoch = await lease(scripts, "acquire")
     await enqueue(scripts, "r")
     if beats:
@@ -81,7 +80,7 @@ async def test_claim_returns_whether_the_gateway_lives(client: Redis, scripts: S
     assert (verdicts[0], verdicts[2:]) == (0, [b"g", beats])
 
 
-async def test_smaller_epoch_writes_nothing(client: Redis, scripts: Scripts) -> None:
+async def test_smaller_epoch_writes_nothing(client: Any, scripts: Scripts) -> None:
     old, stream, entry = await claimed(client, scripts)
     await client.hset(KEYS.worker("w"), mapping={"ready": 1, "shard": SHARD, "run": 1})
     assert await lease(scripts, "acquire") == 0
@@ -109,7 +108,7 @@ async def test_smaller_epoch_writes_nothing(client: Redis, scripts: Scripts) -> 
     assert await lease(scripts, "renew", old) == 0
 
 
-async def contents(client: Redis) -> dict[bytes, bytes]:
+async def contents(client: Any) -> dict[bytes, bytes]:
     """Return the serialized values of all keys."""
     return {key: await client.dump(key) or b"" async for key in client.scan_iter()}
 
@@ -120,7 +119,7 @@ async def contents(client: Redis) -> dict[bytes, bytes]:
     ids=["string", "hash", "clock was set back"],
 )
 async def test_key_that_would_stay_holds_a_shard_for_one_lease(
-    client: Redis, scripts: Scripts, command: list[str]
+    client: Any, scripts: Scripts, command: list[str]
 ) -> None:
     name, *words = command
     await client.execute_command(name, KEYS.lease(SHARD), *words)
@@ -135,7 +134,7 @@ async def test_key_that_would_stay_holds_a_shard_for_one_lease(
     assert await lease(scripts, "renew", epoch) == 1
 
 
-async def test_standby_with_a_shorter_lease_leaves_the_holders(client: Redis, scripts: Scripts) -> None:
+async def test_standby_with_a_shorter_lease_leaves_the_holders(client: Any, scripts: Scripts) -> None:
     key = KEYS.lease(SHARD)
     mine = await lease(scripts, "acquire", ms=60_000)
     assert await lease(scripts, "acquire", ms=2000) == 0
@@ -150,7 +149,7 @@ async def test_standby_with_a_shorter_lease_leaves_the_holders(client: Redis, sc
     assert await lease(scripts, "renew", mine, ms=60_000) == 1
 
 
-async def test_epoch_rises_where_redis_lost_the_last(client: Redis, scripts: Scripts) -> None:
+async def test_epoch_rises_where_redis_lost_the_last(client: Any, scripts: Scripts) -> None:
     await lease(scripts, "acquire")
     kept = await client.get(KEYS.epoch)
     await client.delete(KEYS.lease(SHARD))
@@ -159,7 +158,7 @@ async def test_epoch_rises_where_redis_lost_the_last(client: Redis, scripts: Scr
 
     async def clock_has_moved() -> bool:
         seconds, micros = await client.time()
-        return 100 * seconds + micros // 10_000 > lost
+        return bool(100 * seconds + micros // 10_000 > lost)
 
     async with asyncio.timeout(5):
         while not await clock_has_moved():
@@ -169,7 +168,7 @@ async def test_epoch_rises_where_redis_lost_the_last(client: Redis, scripts: Scr
     assert await lease(scripts, "acquire") > lost
 
 
-async def test_held_lease_is_renewed_without_memory(client: Redis, scripts: Scripts) -> None:
+async def test_held_lease_is_renewed_without_memory(client: Any, scripts: Scripts) -> None:
     mine = await lease(scripts, "acquire", ms=1000)
     await client.config_set("maxmemory", 1)
     try:
@@ -182,7 +181,7 @@ async def test_held_lease_is_renewed_without_memory(client: Redis, scripts: Scri
     assert (await client.get(KEYS.shard_epoch(SHARD))).split() == [b"%d" % mine, b"5000"]
 
 
-async def test_expired_lease_is_renewed_until_another_takes_it(client: Redis, scripts: Scripts) -> None:
+async def test_expired_lease_is_renewed_until_another_takes_it(client: Any, scripts: Scripts) -> None:
     mine = await lease(scripts, "acquire")
     await client.delete(KEYS.lease(SHARD))
     assert await lease(scripts, "renew", mine) == 1
@@ -192,7 +191,7 @@ async def test_expired_lease_is_renewed_until_another_takes_it(client: Redis, sc
     assert await lease(scripts, "renew", mine) == 0
 
 
-async def test_shard_has_one_holder_where_redis_gives_an_epoch_twice(client: Redis, scripts: Scripts) -> None:
+async def test_shard_has_one_holder_where_redis_gives_an_epoch_twice(client: Any, scripts: Scripts) -> None:
     """The clock was set back, so the counter alone says what is next; then Redis loses the lease and its count."""
     first, second = (Lease(scripts, KEYS, SHARD, 5000) for _ in range(2))
     before = 1 << 39  # beyond the clock
@@ -211,9 +210,7 @@ async def test_shard_has_one_holder_where_redis_gives_an_epoch_twice(client: Red
 
 
 @pytest.mark.parametrize("counted", ["much", "1.5", "-7", str(EPOCHS - 1), str((1 << 63) - 1)])
-async def test_counter_of_epochs_that_no_service_wrote_begins_anew(
-    client: Redis, scripts: Scripts, counted: str
-) -> None:
+async def test_counter_of_epochs_that_no_service_wrote_begins_anew(client: Any, scripts: Scripts, counted: str) -> None:
     await client.set(KEYS.epoch, counted)
     held = Lease(scripts, KEYS, SHARD, 5000)
     assert await held.take()
@@ -222,7 +219,7 @@ async def test_counter_of_epochs_that_no_service_wrote_begins_anew(
     assert await client.get(KEYS.epoch) == str(held.epoch).encode()
 
 
-async def test_request_ends_with_its_record_trimmed_and_entry_deleted(client: Redis, scripts: Scripts) -> None:
+async def test_request_ends_with_its_record_trimmed_and_entry_deleted(client: Any, scripts: Scripts) -> None:
     await enqueue(scripts, "r", prompts=b"long")
     epoch = await lease(scripts, "acquire")
     (stream, entry), *_ = await claim(client, scripts, epoch)
@@ -248,7 +245,7 @@ async def test_request_ends_with_its_record_trimmed_and_entry_deleted(client: Re
     assert await client.hmget(KEYS.req("r"), ["finish", "lengths"]) == [b"1", b"4"]
 
 
-async def test_stopped_choice_is_shortened_while_other_choices_continue(client: Redis, scripts: Scripts) -> None:
+async def test_stopped_choice_is_shortened_while_other_choices_continue(client: Any, scripts: Scripts) -> None:
     epoch, *_ = await claimed(client, scripts)
     tokens = arange(6)
     await publish(scripts, publication(epoch, [], ["r", 0, 0, tokens, 0, 0, "r", 1, 0, tokens, 0, 0], ["r"], []))
@@ -258,7 +255,7 @@ async def test_stopped_choice_is_shortened_while_other_choices_continue(client: 
     assert await client.hmget(KEYS.req("r"), ["finish:0", "finish:1"]) == [b"1", None]
 
 
-async def test_logprobs_are_stored_beside_tokens_and_live_as_long(client: Redis, scripts: Scripts) -> None:
+async def test_logprobs_are_stored_beside_tokens_and_live_as_long(client: Any, scripts: Scripts) -> None:
     epoch, stream, entry = await claimed(client, scripts)
     first = publication(epoch, [], [], ["r"], [], logprobs=["r", 1, 0, bytes(8), "r", 1, 8, b"12345678"])
     await publish(scripts, first)
@@ -275,7 +272,7 @@ async def test_logprobs_are_stored_beside_tokens_and_live_as_long(client: Redis,
     assert not await client.exists(KEYS.logprobs("gone", 0)), "a record that expired is not brought back"
 
 
-async def test_records_of_prompts_keep_their_places_and_live_as_long(client: Redis, scripts: Scripts) -> None:
+async def test_records_of_prompts_keep_their_places_and_live_as_long(client: Any, scripts: Scripts) -> None:
     epoch, stream, entry = await claimed(client, scripts)
     key = KEYS.prompt_logprobs("r", 0)
     await publish(scripts, publication(epoch, [], [], ["r"], [], of_prompts=["r", 0, 0, b"12345678"]))
@@ -289,13 +286,14 @@ async def test_records_of_prompts_keep_their_places_and_live_as_long(client: Red
     assert not await client.exists(KEYS.prompt_logprobs("gone", 0))
 
 
-async def test_nothing_is_written_beyond_the_end_of_a_record(client: Redis, scripts: Scripts) -> None:
+async def test_nothing_is_written_beyond_the_end_of_a_record(client: Any, scripts: Scripts) -> None:
     """Redis lost its last writes: 2 of 6 tokens are left. A hole would be read as tokens of id 0."""
     epoch, stream, entry = await claimed(client, scripts)
     tokens = arange(8)
     assert await publish(scripts, publication(epoch, [], ["r", 0, 0, tokens[:24], 0, 0], ["r"], [])) == []
     await client.set(KEYS.out("r", 0), tokens[:8])
     end = ["r", stream, entry, "1", 10, "8", ""]
+    sections: tuple[list[Any], ...]
     for sections in (
         ([], ["r", 0, 24, tokens[24:], 0, 0], [], []),  # the next checkpoint
         ([], ["r", 0, 0, b"", 1, 8], [], []),  # the end of the choice
@@ -312,7 +310,7 @@ async def test_nothing_is_written_beyond_the_end_of_a_record(client: Redis, scri
     assert await client.hmget(KEYS.req("r"), ["state", "finish", "error"]) == [b"finished", b"1", b""]
 
 
-async def test_record_that_cannot_be_whole_ends_as_an_error(client: Redis, scripts: Scripts) -> None:
+async def test_record_that_cannot_be_whole_ends_as_an_error(client: Any, scripts: Scripts) -> None:
     epoch, stream, entry = await claimed(client, scripts)
     await publish(scripts, publication(epoch, [], ["r", 0, 0, arange(2), 0, 0], ["r"], []))
     end = ["r", stream, entry, "1", 10, "8", ""]
@@ -323,7 +321,7 @@ async def test_record_that_cannot_be_whole_ends_as_an_error(client: Redis, scrip
     assert await client.xlen(stream) == 0
 
 
-async def test_publisher_writes_whole_outputs_where_redis_lost_tokens(client: Redis, scripts: Scripts) -> None:
+async def test_publisher_writes_whole_outputs_where_redis_lost_tokens(client: Any, scripts: Scripts) -> None:
     """Two choices are cut, one of them at its end; the third is in order."""
     await enqueue(scripts, "r")
     held = Lease(scripts, KEYS, SHARD, 5000)
@@ -357,7 +355,7 @@ async def test_publisher_writes_whole_outputs_where_redis_lost_tokens(client: Re
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the end is written", "behind it"])
-async def test_stop_string_after_the_end_shortens_the_record(client: Redis, scripts: Scripts, late: bool) -> None:
+async def test_stop_string_after_the_end_shortens_the_record(client: Any, scripts: Scripts, late: bool) -> None:
     epoch, stream, entry = await claimed(client, scripts)
     tokens = arange(6)
     outputs = [part for choice in range(3) for part in ("r", choice, 0, tokens, 2, 6)]
@@ -375,7 +373,7 @@ async def test_stop_string_after_the_end_shortens_the_record(client: Redis, scri
     assert 0 < await client.pttl(KEYS.out("r", 0)) <= KEPT_TTL_MS
 
 
-async def test_cancel_is_a_flag_before_the_claim_then_a_command(client: Redis, scripts: Scripts) -> None:
+async def test_cancel_is_a_flag_before_the_claim_then_a_command(client: Any, scripts: Scripts) -> None:
     async def cancel(tenant: str = "", gateway: str = "") -> bytes:
         arguments: list[Any] = [KEYS.prefix, "cancel", b"command", gateway, tenant]
         reply: bytes = await scripts.control([KEYS.req("r")], arguments)
@@ -395,7 +393,7 @@ async def test_cancel_is_a_flag_before_the_claim_then_a_command(client: Redis, s
     assert await cancel(gateway="g") == b"elsewhere"
     assert await cancel(gateway="h") == b"sent"
     assert await client.xlen(KEYS.control(SHARD)) == 3
-    adopt = [KEYS.prefix, "adopt", b"command"]
+    adopt: list[Any] = [KEYS.prefix, "adopt", b"command"]
     assert await scripts.control([KEYS.req("r")], [*adopt, "i", "alice", "g"]) == b"elsewhere"  # h came first
     for _ in range(2):  # also when its answer was lost
         assert await scripts.control([KEYS.req("r")], [*adopt, "i", "alice", "h"]) == b"sent"
@@ -406,7 +404,7 @@ def worker_keys(name: str, before: str = "") -> list[str]:
     return [KEYS.worker(name), KEYS.epoch, KEYS.worker(before or name)]
 
 
-async def test_worker_is_taken_by_one_live_shard_that_drops_another(client: Redis, scripts: Scripts) -> None:
+async def test_worker_is_taken_by_one_live_shard_that_drops_another(client: Any, scripts: Scripts) -> None:
     epoch = await lease(scripts, "acquire")
 
     async def take(name: str = "w", before: str = "", shard: str = SHARD, least: int = 0) -> int:
@@ -434,7 +432,7 @@ async def test_worker_is_taken_by_one_live_shard_that_drops_another(client: Redi
     assert await client.hget(KEYS.worker("w"), "shard") == b"shard-1"  # the shard that has it meanwhile keeps it
 
 
-async def test_worker_taken_meanwhile_is_not_given_by_its_former_shard(client: Redis, scripts: Scripts) -> None:
+async def test_worker_taken_meanwhile_is_not_given_by_its_former_shard(client: Any, scripts: Scripts) -> None:
     epoch = await lease(scripts, "acquire")
     other = f"{SHARD}-2"
     await client.set(KEYS.lease(other), 9)
@@ -445,7 +443,7 @@ async def test_worker_taken_meanwhile_is_not_given_by_its_former_shard(client: R
         return int(await scripts.take_worker(keys, [holder, shard, KEYS.prefix, 0]))
 
     async def give(run: int) -> bool:
-        return await scripts.give_worker([KEYS.lease(SHARD), KEYS.worker("w")], [epoch, SHARD, run]) == 1
+        return bool(await scripts.give_worker([KEYS.lease(SHARD), KEYS.worker("w")], [epoch, SHARD, run]) == 1)
 
     first = await take(SHARD, epoch)
     assert await give(first)
@@ -466,13 +464,13 @@ async def test_worker_taken_meanwhile_is_not_given_by_its_former_shard(client: R
     assert await client.hmget(KEYS.worker("w"), "shard", "run") == [SHARD.encode(), str(last).encode()]
 
 
-async def test_forgotten_scripts_are_loaded_again(client: Redis, scripts: Scripts) -> None:
+async def test_forgotten_scripts_are_loaded_again(client: Any, scripts: Scripts) -> None:
     await enqueue(scripts, "a")
     await client.script_flush()
     assert (await enqueue(scripts, "b"))[0] == b"ok"
 
 
-async def test_token_streams_are_trimmed_to_half_a_minute(client: Redis, scripts: Scripts) -> None:
+async def test_token_streams_are_trimmed_to_half_a_minute(client: Any, scripts: Scripts) -> None:
     epoch = await lease(scripts, "acquire")
     key = KEYS.tokens("g")
     for age in range(500):  # entries of a minute ago
@@ -482,7 +480,7 @@ async def test_token_streams_are_trimmed_to_half_a_minute(client: Redis, scripts
     assert 0 < await client.pttl(key) <= KEPT_TTL_MS
 
 
-async def test_stream_of_tokens_with_an_id_of_the_future_is_bounded(client: Redis, scripts: Scripts) -> None:
+async def test_stream_of_tokens_with_an_id_of_the_future_is_bounded(client: Any, scripts: Scripts) -> None:
     """A foreign entry, or Redis's clock before it was set back: all later ids are of the future as well."""
     epoch = await lease(scripts, "acquire")
     key, now_ms = KEYS.tokens("g"), int((await client.time())[0]) * 1000

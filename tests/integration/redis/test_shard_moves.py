@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 from protos import queue_pb2
 from services.scheduler.requests.handover import RequestHandover
@@ -44,7 +43,7 @@ class Process:
 class World:
     """Draws each event from `chance`."""
 
-    def __init__(self, redis: Redis, chance: random.Random) -> None:
+    def __init__(self, redis: Any, chance: random.Random) -> None:
         self.redis = redis
         self.chance = chance
         self.scripts = Scripts(redis)

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -32,7 +33,7 @@ Spoil = Callable[[worker_pb2.Result], None]
 
 
 def described(**changes: Any) -> worker_pb2.WorkerInfo:
-    right = {
+    right: dict[str, Any] = {
         "id": "good", "identity": "good", "model": SETTINGS.served_model_name, "model_hash": "a1", "dtype": "float32",
         "block_size": 16, "gpu_blocks": 256, "max_seqs": SLOTS, "max_model_len": 256, "max_step_tokens": 64,
         "vocab_size": VOCABULARY, "stages": 1, "numerics": "cpu amx float32 none",
@@ -206,6 +207,9 @@ async def test_stream_of_a_lost_worker_goes_on_at_equal_numerics_alone() -> None
         if next(answers, None) is None:
             raise RuntimeError("the worker dies")
 
+    def is_moved(left: set[str], run: asyncio.Task[None]) -> bool:
+        return shard.core.records.keys() == left or run.done()
+
     int8, equal = described(id="int8", numerics="cpu amx int8"), described(id="equal")
     async with serving(ScriptedWorker(described(), dies), ScriptedWorker(int8), ScriptedWorker(equal)) as records:
         ask(shard)
@@ -214,7 +218,7 @@ async def test_stream_of_a_lost_worker_goes_on_at_equal_numerics_alone() -> None
         assert begun and len(begun) < len(shard.core.records)
         for record, left in zip(records[1:], (begun, set[str]()), strict=True):
             run = asyncio.create_task(shard.fleet.serve(record))
-            await wait_until(lambda left=left, run=run: shard.core.records.keys() == left or run.done())
+            await wait_until(partial(is_moved, left, run))
             assert shard.core.stranded() == dict.fromkeys(left, "a1 float32 cpu amx float32 none")
             assert not run.done()
             run.cancel()

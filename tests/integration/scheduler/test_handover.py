@@ -28,13 +28,20 @@ from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import Line, ScriptedScheduler
 
 
+def tokens_of(request: NewRequest) -> list[int]:
+    """Return what the first choice of a request had before."""
+    assert request.outputs is not None
+    tokens: list[int] = request.outputs[0].tolist()
+    return tokens
+
+
 class Taker:
     """shard-1 without a core: its lease, and what it does with other shards."""
 
     def __init__(self, url: str) -> None:
         self.settings = SchedulerSettings(redis_url=url, shard="shard-1", lease_ms=60_000)
         self.keys: Keys = self.settings.keys
-        self.redis = connect(self.settings, socket_timeout_s=60.0)
+        self.redis: Any = connect(self.settings, socket_timeout_s=60.0)
         self.scripts = Scripts(self.redis)
         self.lease = self.lease_of("shard-1")
         self.intake = Intake(self.redis, self.redis, self.scripts, self.keys, "shard-1", self.lease, Clock())
@@ -96,7 +103,7 @@ async def test_requests_of_an_orphan_keep_tokens_and_commands(taker: Taker, shar
     assert not await taker.redis.exists(taker.keys.lease("shard-0"))
     found = {item.request.id: item for item in await taker.found()}
     assert sorted(found) == ["runs", "stopped"]
-    assert found["runs"].request.outputs[0].tolist() == [50, 51, 52]
+    assert tokens_of(found["runs"].request) == [50, 51, 52]
     assert found["runs"].cancelled
     assert found["stopped"].stops == {0: 1}
     assert await taker.redis.hmget(taker.keys.req("runs"), "shard", "epoch") == [
@@ -155,7 +162,7 @@ async def test_repeated_move_takes_nothing_back(taker: Taker, shard_0: ScriptedS
     shard_0.lead()
     claimed = shard_0.claim()
     shard_0.publish(Line("r", 0, [50]), started=["r"])
-    row = [taker.keys.req("r"), claimed.stream, claimed.entry]
+    row: list[Any] = [taker.keys.req("r"), claimed.stream, claimed.entry]
 
     async def give(taken_by: str) -> int:
         args = [shard_0.epoch, GROUP, "shard-0", taken_by, *row]
@@ -238,7 +245,7 @@ async def test_draining_shard_passes_on_what_it_is_given(taker: Taker, shard_0: 
     await taker.enqueue("r")
     shard_0.lead()
     claimed = shard_0.claim()
-    row = [taker.keys.req("r"), claimed.stream, claimed.entry]
+    row: list[Any] = [taker.keys.req("r"), claimed.stream, claimed.entry]
     await taker.scripts.give(
         [taker.keys.lease("shard-0"), taker.keys.queue], [shard_0.epoch, GROUP, "shard-0", "shard-1", *row]
     )
@@ -271,7 +278,7 @@ async def test_rebuild_finds_tokens_that_only_a_gateway_stream_has(taker: Taker,
     shard_0.resign()
     assert await taker.lease.take()
     (found,) = await taker.found()
-    assert (found.request.gateway, found.request.outputs[0].tolist()) == ("d", [50, 51, 52, 53])
+    assert (found.request.gateway, tokens_of(found.request)) == ("d", [50, 51, 52, 53])
     assert await taker.redis.hget(taker.keys.req("r"), "former") == b" g b a c "
 
 
@@ -286,7 +293,7 @@ class Giver:
         )
         self.handover = RequestHandover(
             taker.scripts, taker.keys, "shard-1", taker.lease, self.core, self.publisher, self.entries,
-            lambda name: self.entries.pop(name, None), self._end,
+            self._forget, self._end,
         )  # fmt: skip
         self.join(identity)
         for name in names:
@@ -301,6 +308,9 @@ class Giver:
         assert step is not None
         slots = step.chunk_slots[step.samples]
         self.publisher.put(self.core.apply(StepResult(step.id, 0, slots, slots * 0 + 7, step_ns=1000), 3), 1)
+
+    def _forget(self, name: str) -> None:
+        self.entries.pop(name, None)
 
     def _end(self, name: str, finish: Finish, text: str) -> None:
         assert finish is Finish.ERROR
@@ -321,7 +331,7 @@ async def test_request_with_tokens_is_given_to_equal_numerics_alone(taker: Taker
     await giver.publisher.caught_up()
     assert await taker.redis.hget(taker.keys.req("a"), "numerics") == b"h float32 int8"
     found = {item.request.id: item.request for item in await taker.found()}
-    assert found["b"].identity == "h float32 int8" and found["b"].outputs[0].tolist() == [7]
+    assert found["b"].identity == "h float32 int8" and tokens_of(found["b"]) == [7]
 
     giver.core.lose(0, 4)
     await giver.handover.settle_stranded({}, 4.0)

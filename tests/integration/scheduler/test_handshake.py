@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -62,7 +63,7 @@ async def test_worker_takes_a_run_of_its_lease_holder_alone(
     assert registration.refusal(right, False) == ""
     for epoch in (0, run - 1, run + 1, (1 << 40) - 2, (1 << 40) - 1, 1 << 63):
         assert "epoch: Redis has given" in registration.refusal(hello(epoch, lease.token), False), epoch
-    held = await client.get(KEYS.lease(SHARD))
+    held: Any = await client.get(KEYS.lease(SHARD))
     for token in ("", "guessed", held.decode().partition(":")[2], held.decode(), lease.token[:-1]):
         assert "token: not that of the lease" in registration.refusal(hello(run, token), False), token
     other = await leased(scripts, "other")

@@ -44,7 +44,13 @@ async def claimed_of_a_flood(server: RedisServer) -> list[Claimed]:
         request = queue_pb2.Request(id=name, tenant=tenant, gateway="g", prompts=prompts, n=1, max_tokens=1)
         setattr(request, "class", 2)
         pipe.xadd(keys.requests("normal"), {"r": request.SerializeToString()})
-        record = {"state": "queued", "tenant": tenant, "gateway": "g", "class": "normal", "enqueued_ms": number + 1}
+        record: dict[Any, Any] = {
+            "state": "queued",
+            "tenant": tenant,
+            "gateway": "g",
+            "class": "normal",
+            "enqueued_ms": number + 1,
+        }
         pipe.hset(keys.req(name), mapping=record)
     await pipe.execute()
     scripts = Scripts(redis)
@@ -144,7 +150,7 @@ async def test_commands_behind_an_id_close_to_the_highest_are_read(redis_server:
     for name in ("third", "fourth"):  # the third gets the highest id
         ((_, payload),) = cancel(name).items()
         await lease.write(["XADD", key, "*", "c", payload])
-        await wait_until(lambda name=name: name in obeyed, 20)
+        await wait_until(partial(obeyed.__contains__, name), 20)
     await wait_until(lambda: client.xlen(key) == 0)
     await end(running)
     for each in (writer, reader):

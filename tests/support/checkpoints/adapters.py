@@ -46,8 +46,8 @@ def make_lora(
             continue
         if targets and not name.endswith(tuple(targets)):
             continue
-        shape = module.weight.shape
-        outputs, inputs = reversed(shape) if isinstance(module, Conv1D) else shape
+        sizes = tuple(module.weight.shape)
+        outputs, inputs = reversed(sizes) if isinstance(module, Conv1D) else sizes
         for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
             drawn = torch.randn(shape, generator=generator) * (0.7 / math.sqrt(shape[1]))
             tensors[f"{PREFIX}{name}.{part}.weight"] = drawn
@@ -91,7 +91,7 @@ def merged(model: PreTrainedModel, lora: Lora) -> Iterator[None]:
             weight = module.get_parameter("weight")
             before.append((weight, weight.clone()))
             added = up @ down * scale
-            weight += added.T if isinstance(module, Conv1D) else added
+            weight.add_(added.T if isinstance(module, Conv1D) else added)
     try:
         yield
     finally:

@@ -77,7 +77,7 @@ def make_encoder(
     """Write a model. pooling: empty writes no modules.json. scores: with a head of one label."""
     make_config, small = _KINDS[kind]
     config = make_config(**(small | ({"num_labels": 1} if scores else {}) | fields))
-    of = AutoModelForSequenceClassification if scores else AutoModel
+    of: Any = AutoModelForSequenceClassification if scores else AutoModel
     model = of.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

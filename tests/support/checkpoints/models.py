@@ -160,7 +160,8 @@ class Reference:
     @one_thread()
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """[len(tokens), vocab] float32."""
-        return self.model(torch.tensor([tokens])).logits[0]
+        logits: torch.Tensor = self.model(torch.tensor([tokens])).logits[0]
+        return logits
 
     @torch.inference_mode()
     @one_thread()
@@ -198,7 +199,7 @@ class Reference:
 
 
 def _random_model(config: Any, seed: int) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     config = config.get_text_config()
     generator = torch.Generator().manual_seed(seed)
     turned = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,13 +52,16 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2).numpy()
-        return torch.from_numpy(product(rows, self.numbers, self.scales, self.added)).unflatten(0, x.shape[:-1])
+        products = torch.from_numpy(product(rows, self.numbers, self.scales, self.added))
+        shaped: Tensor = products.unflatten(0, x.shape[:-1])
+        return shaped
 
 
 def replace_layers(model: torch.nn.Module, written: dict[str, tuple[Tensor, Tensor]]) -> None:
     """Let the layers of a model compute with what write_w8a8 returned."""
     for name, (numbers, scales) in written.items():
-        model.set_submodule(name, Linear(numbers, scales, model.get_submodule(name).bias))
+        layer: Any = model.get_submodule(name)
+        model.set_submodule(name, Linear(numbers, scales, layer.bias))
 
 
 def write_w8a8(

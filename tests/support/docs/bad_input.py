@@ -10,7 +10,7 @@ import json
 import re
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,7 @@ class Asked:
         if sent.key:
             headers["Authorization"] = f"Bearer {self.keys[sent.key]}"
         content = sent.body
-        if isinstance(content, dict):
+        if isinstance(content, Mapping):
             content = json.dumps({"model": self.gateway.name, **content}).encode()
         url = self.gateway.ops_url if sent.ops else self.gateway.url
         return httpx.request(

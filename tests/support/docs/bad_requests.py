@@ -428,7 +428,7 @@ TOKENS = [
     Sent("/detokenize", {"tokens": [1_000_000]}),
     Sent("/detokenize", {"tokens": "1"}),
 ]
-WIDE = {f"a{number}": 1 for number in range(5000)}
+WIDE: dict[str, Any] = {f"a{number}": 1 for number in range(5000)}
 BODIES = [
     Sent("/v1/completions", b"{", note="the body `{`"),
     Sent("/v1/completions", b"", note="no body"),

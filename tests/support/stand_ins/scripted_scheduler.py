@@ -56,11 +56,12 @@ class Line:
 
 @dataclass
 class ScriptedScheduler:
-    """Holds the lease of shard-0 and publishes what a test gives it."""
+    """Holds the lease of a shard with one worker and publishes what a test gives it."""
 
-    client: redis.Redis
+    client: Any  # redis.Redis, of which replies are typed as bytes or text
     keys: Keys
     shard: str = "shard-0"
+    worker: str = "worker-0"
     epoch: int = 0
     step: int = 0
     controls_from: str = "0-0"
@@ -79,10 +80,10 @@ class ScriptedScheduler:
         return self
 
     def register(self) -> None:
-        """Write the record of a worker that this shard leads, and its place among the workers."""
+        """Write the record of the worker and its place among those of the model."""
         record = {"address": "127.0.0.1:1", "identity": "x", "ready": "1", "shard": self.shard}
-        self.client.hset(self.keys.worker("worker-0"), mapping=record)
-        self.client.zadd(self.keys.workers, {"worker-0": int(time.time() * 1000)})
+        self.client.hset(self.keys.worker(self.worker), mapping=record)
+        self.client.zadd(self.keys.workers, {self.worker: int(time.time() * 1000)})
 
     def stats(self, **fields: Any) -> None:
         values = {

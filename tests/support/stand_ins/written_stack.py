@@ -6,8 +6,6 @@ import json
 import time
 from typing import Any
 
-import redis
-
 from services.scheduler.telemetry import Iterations
 from shared.keys import CLASSES, Keys
 
@@ -45,7 +43,7 @@ REPLICA: dict[str, Any] = {
 class WrittenStack:
     """Writes as often as a test wants to; nothing expires meanwhile."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, shard: str = "shard-0") -> None:
+    def __init__(self, client: Any, keys: Keys, shard: str = "shard-0") -> None:
         self._redis = client
         self._keys = keys
         self._shard = shard
@@ -53,7 +51,7 @@ class WrittenStack:
         self.iterations = Iterations()
 
     def now_ms(self) -> int:
-        seconds, micros = self._redis.time()  # type: ignore[misc]
+        seconds, micros = self._redis.time()
         return int(seconds) * 1000 + int(micros) // 1000
 
     def lead(self) -> WrittenStack:
@@ -77,7 +75,7 @@ class WrittenStack:
         later = self._redis.xrange(key)
         self._redis.delete(key)
         self._redis.xadd(key, {**STATS, "time_ms": time_ms, **changes}, id=f"{time_ms}-0")
-        for entry, fields in later:  # type: ignore[union-attr]
+        for entry, fields in later:
             self._redis.xadd(key, fields, id=entry)
 
     def replica(self, name: str = "worker-0", **changes: Any) -> None:

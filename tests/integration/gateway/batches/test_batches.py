@@ -19,7 +19,7 @@ from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import until
 
 ENDED = ("completed", "failed", "expired", "cancelled")
-CHAT = "/v1/chat/completions"
+CHAT: Any = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +57,8 @@ def begin(client: openai.OpenAI, lines: list[str], endpoint: Any = CHAT, **field
 
 
 def ended(client: openai.OpenAI, batch: Batch) -> Batch:
-    def look() -> Batch | None:
-        found = client.batches.retrieve(batch.id)
-        return found if found.status in ENDED else None
-
-    return until("the batch has ended", look, 60, every=0.05)
+    until("the batch has ended", lambda: client.batches.retrieve(batch.id).status in ENDED, 60, every=0.05)
+    return client.batches.retrieve(batch.id)
 
 
 def completed(client: openai.OpenAI, batch: Batch) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from protos import queue_pb2
 from services.gateway import admission, request
 from services.gateway.auth import Caller
 from services.gateway.delivery import dispatcher
@@ -63,7 +65,7 @@ def order(gateway: Gateway, redis_server: RedisServer) -> dict[str, list[str]]:
     found = {}
     for name in CLASSES:
         rows = client.xrange(gateway.settings.keys.requests(name))
-        found[name] = [generations.queue_pb2.Request.FromString(row[b"r"]).id for _, row in rows]
+        found[name] = [queue_pb2.Request.FromString(row[b"r"]).id for _, row in rows]
     return found
 
 
@@ -184,12 +186,16 @@ async def test_silent_request_in_the_backlog_is_not_taken_for_lost(
 ) -> None:
     monkeypatch.setattr(request, "BATCH_REQUESTS", 1)
     monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)
+
+    def has_looked(before: int) -> bool:
+        return gateway.cluster.unfinished != before
+
     async with Held(gateway):
         begun = [asyncio.create_task(begin(gateway, name)) for name in ("a", "b", "c")]
         await wait_until(lambda: len(gateway.dispatcher.streams) == len(begun))
         for looked_at in (-1, -2):  # the second look is whole
             gateway.cluster.unfinished = looked_at
-            await wait_until(lambda before=looked_at: gateway.cluster.unfinished != before)
+            await wait_until(partial(has_looked, looked_at))
     for generation in await asyncio.gather(*begun):
         assert generation.stream.failure is None
         generation.close()

@@ -187,7 +187,7 @@ def test_pipelined_requests_are_answered_in_order(gateway: GatewayProcess, sched
     with raw_post(gateway, body_of(gateway)) as connection, ThreadPoolExecutor(1) as other:
         claimed = scheduler.claim()
         pieces = [behind[:20], behind[20:300], behind[300:]]
-        sent = other.submit(lambda: [connection.sendall(piece) for piece in pieces])
+        sent = other.submit(lambda: list(map(connection.sendall, pieces)))
         scheduler.serve(claimed, [50], finish=STOP)
         answers = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         sent.result()

@@ -45,7 +45,7 @@ def test_failure_after_the_first_token_is_two_events(
     claimed = scheduler.claim()
     scheduler.publish(Line(claimed.id, 0, [50, 51]), started=[claimed.id])
     scheduler.publish(Line(claimed.id, 2, [], finish=ERROR, error="the worker died"))
-    events = list(stream)
+    events: list[Any] = list(stream)
     assert [event.type for event in events[-2:]] == ["error", "response.failed"]
     assert events[-2].message == events[-1].response.error.message == "the worker died"
     scheduler.end(claimed, [[50, 51]], [ERROR])

@@ -24,6 +24,12 @@ def respond(client: openai.OpenAI, gateway: GatewayProcess, text: str = "hi", **
     return client.responses.create(model=gateway.name, input=text, max_output_tokens=100, **fields)
 
 
+def texts_before(client: openai.OpenAI, response_id: str, **fields: Any) -> list[str]:
+    """Return the text of each item before a response; the client turns the pages."""
+    items: Any = client.responses.input_items.list(response_id, **fields)
+    return [item.content[0].text for item in items]
+
+
 def test_response_goes_on_from_an_earlier_one(
     client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
 ) -> None:
@@ -32,7 +38,7 @@ def test_response_goes_on_from_an_earlier_one(
     second = respond(client, gateway, "two", previous_response_id=first.id)
     third = respond(client, gateway, "three", previous_response_id=second.id)
     assert second.previous_response_id == first.id
-    told = [
+    told: Any = [
         {"role": "user", "content": "one"}, {"role": "assistant", "content": TEXT},
         {"role": "user", "content": "two"}, {"role": "assistant", "content": TEXT},
         {"role": "user", "content": "three"},
@@ -133,7 +139,8 @@ def test_background_response_is_stored_at_its_end_without_a_reader(
     assert client.responses.retrieve(begun.id).status == "in_progress"
     scheduler.publish(Line(claimed.id, 0, tokens, finish=STOP))
     scheduler.end(claimed, [tokens], [STOP])
-    assert client.responses.retrieve(begun.id).usage.output_tokens == len(tokens)
+    usage = client.responses.retrieve(begun.id).usage
+    assert usage is not None and usage.output_tokens == len(tokens)
     stored = gateway.keys.response(begun.id)
     until("the end is stored", lambda: b'"completed"' in (redis_server.client.get(stored) or b""))
     redis_server.client.delete(gateway.keys.req(begun.id))  # as five minutes later
@@ -154,19 +161,17 @@ def test_repeated_background_call_of_one_name_leaves_what_is_stored(
     assert again.id == begun.id and again.store
     with pytest.raises(openai.ConflictError):
         respond(client, gateway, "another body", background=True, extra_headers=headers)
-    found = client.responses.input_items.list(begun.id)
-    assert [item.content[0].text for item in found.data] == ["hi"]
+    assert texts_before(client, begun.id) == ["hi"]
     assert client.responses.retrieve(begun.id).output_text == TEXT
 
 
 def test_items_before_a_response_come_in_pages(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
     first = respond(client, gateway, "one")
     second = respond(client, gateway, "two", previous_response_id=first.id)
-    page = client.responses.input_items.list(second.id, limit=2)
+    page: Any = client.responses.input_items.list(second.id, limit=2)
     assert [item.content[0].text for item in page.data] == ["two", TEXT]
     assert page.has_more
-    whole = [item.content[0].text for item in client.responses.input_items.list(second.id, limit=2, order="asc")]
-    assert whole == ["one", TEXT, "two"]
+    assert texts_before(client, second.id, limit=2, order="asc") == ["one", TEXT, "two"]
     turns = [("user", "one"), ("assistant", "yes"), ("developer", ""), ("user", "two")]
     texts: Any = [{"id": None, "type": None, "role": role, "content": text} for role, text in turns]
     third = client.responses.create(model=gateway.name, input=texts)
@@ -176,9 +181,9 @@ def test_items_before_a_response_come_in_pages(client: openai.OpenAI, gateway: G
     assert [(item.content[0].type, item.content[0].text) for item in items] == [
         (kind, text) for kind, (_, text) in zip(kinds, turns, strict=True)
     ]
-    fourth = client.responses.create(model=gateway.name, input="so", previous_response_id=third.id)
+    fourth: Any = client.responses.create(model=gateway.name, input="so", previous_response_id=third.id)
     said = [*texts, {"role": "assistant", "content": third.output_text}, {"role": "user", "content": "so"}]
-    whole = client.responses.create(model=gateway.name, input=said, store=False)
+    whole: Any = client.responses.create(model=gateway.name, input=said, store=False)
     assert fourth.usage.input_tokens == whole.usage.input_tokens
     answer = gateway.get(f"/v1/responses/{second.id}/input_items?after=nothing")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
