@@ -16,6 +16,7 @@ from services.gateway.text.tokenizer import ModelText
 from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY
 from tests.support import generations
+from tests.support.gateway_clients import openai_client
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
@@ -24,7 +25,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture
 def client(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=KEY, max_retries=0) as made:
+    with openai_client(gateway, KEY) as made:
         yield made
 
 

@@ -13,6 +13,7 @@ from openai.types import Batch
 
 from shared.batch_lines import URLS
 from tests.integration.conftest import KEY, OTHER, TEXT, add_key
+from tests.support.gateway_clients import openai_client
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
@@ -39,7 +40,7 @@ def gateway(
 
 @pytest.fixture
 def client(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=KEY, max_retries=0) as made:
+    with openai_client(gateway, KEY) as made:
         yield made
         for file in made.files.list():
             made.files.delete(file.id)
@@ -102,7 +103,7 @@ def test_batches_are_listed_for_their_tenant(client: openai.OpenAI, gateway: Gat
     made = [begin(client, [line("a", gateway.name, max_tokens=1)]).id for _ in range(3)]
     listed = [batch.id for batch in client.batches.list(limit=2)]  # the client turns the pages
     assert set(made) <= set(listed) and len(set(listed)) == len(listed)
-    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=OTHER, max_retries=0) as other:
+    with openai_client(gateway, OTHER) as other:
         assert list(other.batches.list()) == []
         for ask in (other.batches.retrieve, other.batches.cancel):
             with pytest.raises(openai.NotFoundError):
@@ -142,7 +143,7 @@ def test_files_come_and_go_through_the_official_client(client: openai.OpenAI, ga
     assert next(file.id for file in client.files.list(limit=2, order="asc")) == made.id
     assert {file.id for file in client.files.list(limit=2)} == {made.id, *others}
     assert list(client.files.list(purpose="batch_output")) == []
-    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=OTHER, max_retries=0) as other:
+    with openai_client(gateway, OTHER) as other:
         assert list(other.files.list()) == []
         for ask in (other.files.retrieve, other.files.content, other.files.delete):
             with pytest.raises(openai.NotFoundError):

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from tests.integration.gateway.batches.test_batches import begin, ended, line, rows
+from tests.support.gateway_clients import openai_client
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
@@ -41,7 +41,7 @@ def test_batch_goes_on_where_redis_lost_its_epoch_and_time(
     client.set(keys.batch_epoch, 1 << 39)
     scheduler = ScriptedScheduler(client, keys).lead()
     one.start().wait_live().wait_ready()
-    with openai.OpenAI(base_url=one.url + "/v1", api_key="x", max_retries=0) as api:
+    with openai_client(one, "x") as api:
         batch = begin(api, [line("a", one.name, max_tokens=4)])
         claimed = scheduler.claim()
     assert one.process is not None
@@ -50,7 +50,7 @@ def test_batch_goes_on_where_redis_lost_its_epoch_and_time(
     client.delete(keys.batch_epoch, keys.batch_lease(batch.id), keys.last_batch_epoch(batch.id))
     scheduler.serve(claimed, [50])
     two.start().wait_live().wait_ready()
-    with openai.OpenAI(base_url=two.url + "/v1", api_key="x", max_retries=0) as api:
+    with openai_client(two, "x") as api:
         found = ended(api, batch)
         assert (found.status, [row["custom_id"] for row in rows(api, found.output_file_id)]) == ("completed", ["a"])
     client.delete(keys.batch_epoch)

@@ -22,6 +22,7 @@ from shared.settings import GatewaySettings
 from shared.tasks import end
 from tests.integration.conftest import KEY, OTHER
 from tests.integration.gateway.batches.test_batches import begin, ended, line, rows
+from tests.support.gateway_clients import openai_client
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
@@ -41,7 +42,7 @@ def gateway(
 
 
 def client(gateway: GatewayProcess, key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=gateway.url + "/v1", api_key=key, max_retries=0)
+    return openai_client(gateway, key)
 
 
 def test_batch_runs_beside_many_of_another_tenant(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
