@@ -770,8 +770,8 @@ class Admission:
         if hold is not None and not spec.stream and record.get(b"state") == b"finished":
             hold(self._dispatcher.decoded(request_id, record, partial(answer_bytes, spec)))
         stream = self._open_stream(spec, "" if left_by else tenant)
-        left = partial(self._background.left.add, request_id) if spec.background and not left_by else None
-        generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started, position, left)
+        on_leave = partial(self._background.readerless.add, request_id) if spec.background and not left_by else None
+        generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started, position, on_leave)
         if left_by and request_id in self._dispatcher.streams:
             raise taken_over()  # a client here has it, or is about to
         self._refuse_while_draining()  # here: from now on `drain` knows the stream

@@ -154,7 +154,7 @@ class ServedModel:
         be.
         """
         now = time.monotonic()
-        if self.dispatcher.streams or self.background.kept or self.background.left or self.background.ended:
+        if self.dispatcher.streams or self.background.kept or self.background.readerless or self.background.ended:
             self.used_at = now
         return now - self.used_at
 

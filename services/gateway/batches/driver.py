@@ -128,7 +128,7 @@ class BatchDriver:
                 continue
             task = asyncio.create_task(self._drive(app, batch, order, epoch))
             self._driven[batch] = task
-            task.add_done_callback(partial(self._left, batch))
+            task.add_done_callback(partial(self._forget, batch))
 
     @property
     def _is_full(self) -> bool:
@@ -142,7 +142,7 @@ class BatchDriver:
         owner, most = max(counts.items(), key=lambda count: count[1])
         return max(batch for batch in self._driven if batch.owner == owner) if most > turn + 1 else None
 
-    def _left(self, batch: OpenBatch, _task: asyncio.Task[None]) -> None:
+    def _forget(self, batch: OpenBatch, _task: asyncio.Task[None]) -> None:
         self._driven.pop(batch, None)
         self.wake()
 

@@ -35,7 +35,7 @@ class BackgroundTasks:
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.left: set[str] = set()
+        self.readerless: set[str] = set()
         """Requests to take back: a client streamed them and has disconnected, or nothing reads them."""
         self.ended: dict[str, int] = {}
         """Choices of requests that were read to their ends, until they are removed in Redis; 0 of a failure."""
@@ -155,9 +155,9 @@ class OrphanAdopter:
     async def _look_after_own(self) -> None:
         """Compare this gateway's set with what it reads, and read requests again that are left."""
         await self._compare_own()
-        for request_id in list(self._background.left):
+        for request_id in list(self._background.readerless):
             if await self._tried(request_id, self._gateway_id) or request_id in self._background.unreadable:
-                self._background.left.discard(request_id)
+                self._background.readerless.discard(request_id)
 
     async def _compare_own(self) -> None:
         """Take requests that were read to their ends out of this gateway's set; find those without a reader there, as
@@ -166,13 +166,14 @@ class OrphanAdopter:
         key, background = self._keys.background_of(self._gateway_id), self._background
         sample = await self._redis.srandmember(key, BATCH)  # all of a large set would hold Redis and the event loop
         members = self._letters.read_all(key, sample, text)
-        names = {*members, *background.ended, *self._unread} - {*background.kept, *background.left, *self._streams}
+        attended = {*background.kept, *background.readerless, *self._streams}
+        names = {*members, *background.ended, *self._unread} - attended
         waiting, unread = set[str](), set[str]()
         if names:
             rows = {name: background.ended.get(name, -1) for name in names}
             waiting, unread = await self._forget(self._gateway_id, rows)
         again = unread & self._unread
-        background.left |= again - background.unreadable.keys()
+        background.readerless |= again - background.unreadable.keys()
         self._unread = unread - again
         for name in again | (names - waiting - unread):
             background.ended.pop(name, None)

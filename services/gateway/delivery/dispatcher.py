@@ -291,7 +291,7 @@ class Dispatcher:
         self._more = asyncio.Event()
         self._retries = Retries()
         self._streams: dict[str, RequestStream] = {}
-        self._outlived = False  # by a request: its last tokens may be nowhere but in this gateway's stream
+        self._keeps_stream = False  # at a stop: the last tokens of a request that goes on may be nowhere else
         self._tasks: list[asyncio.Task[None]] = []
         self.gateway_id = gateway_id
 
@@ -326,7 +326,7 @@ class Dispatcher:
         for answer in list(self._answers):
             if not answer.done():
                 answer.set_exception(stopping())
-        if not self._cluster.redis_error and not self._outlived:
+        if not self._cluster.redis_error and not self._keeps_stream:
             try:
                 await self._redis.delete(self._keys.tokens(self.gateway_id))
             except (*Unreachable, RedisError) as error:
@@ -378,7 +378,7 @@ class Dispatcher:
             answer = [b"backlog", *full]
         match answer[0]:
             case b"ok":
-                stream.enqueued, stream.left = True, (answer[2], answer[3])
+                stream.enqueued, stream.allowance = True, (answer[2], answer[3])
                 if self._streams.get(spec.id) is not stream:  # the one before it was refused
                     self._register(stream)
             case b"duplicate":
@@ -421,7 +421,7 @@ class Dispatcher:
         """End the delivery of a request. With a reason the request is cancelled, unless another stream delivers it by
         now.
         """
-        self._outlived |= not (cancel_reason or stream.done)
+        self._keeps_stream |= not (cancel_reason or stream.done)
         if self._forget(stream) and cancel_reason:
             self.cancel(stream.request_id, cancel_reason)
 
@@ -786,7 +786,7 @@ class Dispatcher:
             now = time.monotonic()
             skipped_entry, self._skipped_entry = self._skipped_entry, False
             for stream in self._streams.values():
-                is_silent = now - max(stream.heard_at, stream.asked_at) > _patience_s(stream)
+                is_silent = now - max(stream.last_row_at, stream.last_read_at) > _patience_s(stream)
                 if skipped_entry or stream.ahead or is_silent:
                     self._refill(stream)
 
@@ -795,7 +795,7 @@ class Dispatcher:
         if stream.refilling or stream.failure is not None or not stream.enqueued:
             return
         stream.refilling = True
-        stream.asked_at = time.monotonic()
+        stream.last_read_at = time.monotonic()
         if (before := self._unread.get(stream.request_id)) is not None:
             before.refilling = False
         self._unread[stream.request_id] = stream
@@ -850,7 +850,7 @@ class Dispatcher:
 
 def _patience_s(stream: RequestStream) -> float:
     """Return how long a request may be silent before its record is read, and read again."""
-    return min(SILENT_MOST_S, max(SILENT_S, stream.asked_at - stream.heard_at))
+    return min(SILENT_MOST_S, max(SILENT_S, stream.last_read_at - stream.last_row_at))
 
 
 def _set(answer: asyncio.Future[T], value: T) -> None:

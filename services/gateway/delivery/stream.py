@@ -143,17 +143,17 @@ class RequestStream:
     cached: dict[int, int] = field(default_factory=dict)  # choice -> prompt tokens that the prefix cache had
     received: list[int] = field(init=False)
     finished: list[bool] = field(init=False)
-    left: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
+    allowance: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
     failure: ApiError | None = None
     ahead: list[Ahead] = field(default_factory=list)
     enqueued: bool = True  # else no record is there yet
     refilling: bool = False
-    heard_at: float = field(default_factory=time.monotonic)
-    asked_at: float = field(default_factory=time.monotonic)
+    last_row_at: float = field(default_factory=time.monotonic)
+    last_read_at: float = field(default_factory=time.monotonic)
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     _rows: list[Row] = field(default_factory=list)
     _parts: deque[Row] = field(default_factory=deque)  # of a row that was begun to be taken, before all others
-    _goes_on: bool = False  # whether the last `take` left rows
+    _has_more: bool = False  # whether the last `take` left rows
     _is_awaited: bool = False  # while its owner waits in `take`
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _deliver: Callable[[Row], bool] | None = None  # while its owner waits in `take`
@@ -175,7 +175,7 @@ class RequestStream:
 
     def offer(self, row: Row, first: int) -> Offer:
         """Take a row; `first` is the index of its first token."""
-        self.heard_at = time.monotonic()
+        self.last_row_at = time.monotonic()
         choice = row.choice
         if self.failure is not None or not 0 <= choice < self.choices or self.finished[choice]:
             return Offer.LATE
@@ -244,7 +244,7 @@ class RequestStream:
         """
         self._is_awaited = True
         try:
-            if self._goes_on:
+            if self._has_more:
                 await asyncio.sleep(0)
             elif not self._rows and self.failure is None:
                 self._deliver = deliver
@@ -267,7 +267,7 @@ class RequestStream:
             fitting = len(list(itertools.takewhile(lambda end: end <= room, ends)))
             taken += self._rows[:fitting]
             del self._rows[:fitting]
-        self._goes_on = bool(self._parts or self._rows)
+        self._has_more = bool(self._parts or self._rows)
         return taken
 
 
@@ -643,12 +643,12 @@ class Generation:
         metrics: Metrics,
         started: float,
         position: Position | None = None,
-        left: Callable[[], None] | None = None,
+        on_leave: Callable[[], None] | None = None,
     ) -> None:
         """Begin the delivery.
 
-        started: time.monotonic() at the request's arrival. position: how far the client has read. left: called when the
-        client has left and the request continues without it.
+        started: time.monotonic() at the request's arrival. position: how far the client has read. on_leave: called when
+        the client has left and the request continues without it.
         """
         self.spec = spec
         self.stream = stream
@@ -660,7 +660,7 @@ class Generation:
         self._last: float | None = None
         self._closed = False
         self.span: RequestSpan | None = None  # set where traces are sent
-        self._left = left
+        self._on_leave = on_leave
         self.passed_over: Callable[[Delta], None] = _unread
         """Take what the client has already, for a writer with events that depend on it."""
         self._held_finishes = HeldFinishes(stream.wake)
@@ -730,7 +730,7 @@ class Generation:
             return self.apply(await self.stream.take(timeout_s, deliver))
         except ApiError as error:
             self.failure = error
-            if error.code == HANDED_OVER and not self._goes_on:
+            if error.code == HANDED_OVER and not self._is_wanted:
                 text = "this gateway is shutting down and the request is cancelled; send it again"
                 self.failure = unavailable(text, "shutting_down")
             raise self.failure from None
@@ -833,10 +833,10 @@ class Generation:
             took_s = time.monotonic() - self._started
             self._metrics.finished(self.spec, reasons, self.usage.completion_tokens, took_s)
             self._commands.close(self.stream)
-        elif self._goes_on:
+        elif self._is_wanted:
             self._commands.close(self.stream)
-            if self._left is not None and not self._taken_from_here:
-                self._left()
+            if self._on_leave is not None and not self._has_moved:
+                self._on_leave()
         elif self.failure is not None:
             self._commands.close(self.stream, self.failure.message)
         else:
@@ -847,13 +847,13 @@ class Generation:
             self._deadline.cancel()
 
     @property
-    def _taken_from_here(self) -> bool:
+    def _has_moved(self) -> bool:
         """Whether another connection or gateway delivers the request, or will."""
         failure = self.failure or self.stream.failure
         return failure is not None and failure.code in (TAKEN_OVER, HANDED_OVER)
 
     @property
-    def _goes_on(self) -> bool:
+    def _is_wanted(self) -> bool:
         """Whether the rest is still wanted: by another connection, or by the client when it comes back. An error of the
         delivery here, such as of a field of the record, says nothing about the request.
         """

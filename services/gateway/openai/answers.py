@@ -117,7 +117,7 @@ async def begin(
     hold = holding_bytes(model, request)
     generation = await model.admission.begin(spec, caller, started, last_event, refusal, hold)
     request.state.generation = generation
-    return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.left)}
+    return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.allowance)}
 
 
 def holding_bytes(model: ServedModel, request: Request) -> Hold:
@@ -550,9 +550,9 @@ class EventStream(Response):
         """Return deltas for the writer; empty when nothing was written for `keepalive_s`, by either way."""
         generation, stream, begun = self._generation, self._generation.stream, time.monotonic()
         while True:
-            heard_at = max(begun, stream.heard_at)
+            heard_at = max(begun, stream.last_row_at)
             deltas = await generation.next(max(0.0, heard_at + self._keepalive_s - time.monotonic()), self._deliver)
-            if deltas or generation.done or stream.heard_at <= heard_at:
+            if deltas or generation.done or stream.last_row_at <= heard_at:
                 return deltas
 
     def _at_once(self, row: Row) -> bool:

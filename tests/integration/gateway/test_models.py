@@ -668,7 +668,7 @@ def third(gateway: Gateway, redis_server: RedisServer) -> Iterator[Keys]:
 async def expire(model: ServedModel) -> None:
     """Make a model idle once it has no requests."""
     busy = model.background
-    await wait_until(lambda: not (model.dispatcher.streams or busy.kept or busy.left or busy.ended))
+    await wait_until(lambda: not (model.dispatcher.streams or busy.kept or busy.readerless or busy.ended))
     model.idle_s = 0
     model.used_at -= 2 * LEAST_IDLE_S
 
@@ -736,7 +736,7 @@ async def test_model_is_in_use_until_a_while_after_its_last_request(gateway: Gat
     model = await gateway.models.opened(SECOND, None)
     background = model.background
     parts: list[tuple[Callable[[], object], Callable[[], object]]] = [
-        (lambda: background.left.add("cmpl-1"), background.left.clear),
+        (lambda: background.readerless.add("cmpl-1"), background.readerless.clear),
         (lambda: background.ended.update({"cmpl-1": 1}), background.ended.clear),
     ]
     for begin, end in parts:

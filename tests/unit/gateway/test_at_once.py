@@ -222,14 +222,14 @@ async def test_keep_alive_is_sent_after_silence_and_not_between_tokens(monkeypat
         asked.append(timeout_s)
         now += timeout_s
         if len(asked) == 1:
-            client.stream.heard_at = 4.0  # a token, written at once, while it waited
+            client.stream.last_row_at = 4.0  # a token, written at once, while it waited
         elif len(asked) > 4:
             client.generation.choices[0].finish_reason = "length"
         return []
 
     monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(client.generation, "next", next_)
-    client.stream.heard_at = 0.0
+    client.stream.last_row_at = 0.0
     await asyncio.wait_for(client.events_response(client.scope, client.receive, client.send), 60)
     assert asked[:3] == [10.0, 4.0, 10.0]
     assert client.body.count(KEEP_ALIVE) == len(asked) - 2  # not behind a token, nor at the end

@@ -239,11 +239,11 @@ async def test_request_that_cannot_be_read_is_tried_rarely(
     redis_server: RedisServer, often: None, error: Exception
 ) -> None:
     own = Own(redis_server, error=error)
-    own.tasks.left.add(IDS[0])
+    own.tasks.readerless.add(IDS[0])
     async with running(own):
         await look_often(redis_server)
         assert own.adopted == [(IDS[0], "one")]
-        assert not (own.tasks.left or own.tasks.ended), "its model can close"
+        assert not (own.tasks.readerless or own.tasks.ended), "its model can close"
     assert own.own == {IDS[0]}, "another gateway can adopt it"
 
 
