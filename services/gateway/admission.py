@@ -531,18 +531,18 @@ class HeldBytes:
         self._what = what
         self._remedy = remedy
         self._code = code
-        self._held: Counter[str] = Counter()  # by tenant
+        self._bytes_of: Counter[str] = Counter()  # by tenant
 
     @property
     def held_bytes(self) -> int:
-        return self._held.total()
+        return self._bytes_of.total()
 
     def hold(self, caller: Caller, size_bytes: int, of_request: int = 0) -> Callable[[], None]:
         """Count bytes of a request until what is returned is called. One request alone always has room.
 
         of_request: bytes that are held for the same request. Raise ApiError(429, 503).
         """
-        tenant, held, of_all = caller.tenant, self._held[caller.tenant], self.held_bytes
+        tenant, held, of_all = caller.tenant, self._bytes_of[caller.tenant], self.held_bytes
         tenant_bytes = self.most_bytes // 2
         if caller.has_others and held > of_request and held + size_bytes > tenant_bytes:
             text = f"{self._what}: too many bytes of this tenant are held (limit {tenant_bytes})"
@@ -550,12 +550,12 @@ class HeldBytes:
         if of_all > of_request and of_all + size_bytes > self.most_bytes:
             text = f"{self._what}: too many bytes are held (limit {self.most_bytes})"
             raise unavailable(f"{text}; {self._remedy}", self._code)
-        self._held[tenant] += size_bytes
+        self._bytes_of[tenant] += size_bytes
 
         def release() -> None:
-            self._held[tenant] -= size_bytes
-            if not self._held[tenant]:
-                del self._held[tenant]
+            self._bytes_of[tenant] -= size_bytes
+            if not self._bytes_of[tenant]:
+                del self._bytes_of[tenant]
 
         return release
 

@@ -453,13 +453,13 @@ class Backlog(Generic[W]):
         self._a_call = a_call
         # By class, by tenant; the next tenant first.
         self._lanes: list[dict[str, OrderedDict[W, None]]] = [{} for _ in CLASSES]
-        self._held: Counter[str] = Counter()  # by tenant
+        self._requests_of: Counter[str] = Counter()  # by tenant
         self._bytes = 0
         self._bytes_of: Counter[str] = Counter()  # by tenant
         self._request_s = 0.0
 
     def __len__(self) -> int:
-        return self._held.total()
+        return self._requests_of.total()
 
     def most(self, share: float) -> int:
         """Return how many requests may wait when one enters that may fill `share` of the backlog."""
@@ -471,10 +471,10 @@ class Backlog(Generic[W]):
         """
         for owner, held, held_bytes, part in (
             ("", len(self), self._bytes, share),
-            (tenant, self._held[tenant], self._bytes_of[tenant], share * tenant_share),
+            (tenant, self._requests_of[tenant], self._bytes_of[tenant], share * tenant_share),
         ):
             most, most_bytes = self.most(part), int(part * BACKLOG_BYTES)
-            tenants = len(self._held) if owner else 1
+            tenants = len(self._requests_of) if owner else 1
             if held >= most:
                 return Full(bool(owner), "requests", held, most, self._wait_s(tenants * (held - most + 1)))
             if held and (excess := held_bytes + size_bytes - most_bytes) > 0:
@@ -484,7 +484,7 @@ class Backlog(Generic[W]):
 
     def put(self, entry: W) -> None:
         self._lanes[entry.priority].setdefault(entry.tenant, OrderedDict())[entry] = None
-        self._held[entry.tenant] += 1
+        self._requests_of[entry.tenant] += 1
         self._bytes += entry.size_bytes
         self._bytes_of[entry.tenant] += entry.size_bytes
 
@@ -525,10 +525,10 @@ class Backlog(Generic[W]):
         del entries[entry]
         if not entries:
             del lane[entry.tenant]
-        self._held[entry.tenant] -= 1
+        self._requests_of[entry.tenant] -= 1
         self._bytes_of[entry.tenant] -= entry.size_bytes
-        if not self._held[entry.tenant]:
-            del self._held[entry.tenant], self._bytes_of[entry.tenant]
+        if not self._requests_of[entry.tenant]:
+            del self._requests_of[entry.tenant], self._bytes_of[entry.tenant]
         self._bytes -= entry.size_bytes
 
     def note_departures(self, requests: int, seconds: float) -> None:

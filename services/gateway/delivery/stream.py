@@ -399,22 +399,22 @@ class HeldFinishes:
     def __init__(self, wake: Callable[[], None]) -> None:
         """wake: called when `take` has something new."""
         self._wake = wake
-        self._held: dict[int, asyncio.TimerHandle] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
         self._ready: list[int] = []
 
     def __bool__(self) -> bool:
-        return bool(self._held or self._ready)
+        return bool(self._timers or self._ready)
 
     def hold(self, choice: int) -> Callable[[], None]:
         """Hold the end of a choice until what is returned is called, or for HELD_FINISH_S."""
 
         def release() -> None:
-            if (timer := self._held.pop(choice, None)) is not None:
+            if (timer := self._timers.pop(choice, None)) is not None:
                 timer.cancel()
                 self._ready.append(choice)
                 self._wake()
 
-        self._held[choice] = asyncio.get_running_loop().call_later(HELD_FINISH_S, release)
+        self._timers[choice] = asyncio.get_running_loop().call_later(HELD_FINISH_S, release)
         return release
 
     def take(self) -> list[int]:
@@ -424,9 +424,9 @@ class HeldFinishes:
 
     def close(self) -> None:
         """Drop all held ends."""
-        for timer in self._held.values():
+        for timer in self._timers.values():
             timer.cancel()
-        self._held.clear()
+        self._timers.clear()
 
 
 class Finish(IntEnum):

@@ -49,7 +49,7 @@ class MultipartReader:
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary
-        self._held = bytearray(b"\r\n")  # so that the first delimiter is like the others
+        self._buffer = bytearray(b"\r\n")  # so that the first delimiter is like the others
         self._step: Callable[[], Iterator[Part | bytes]] | None = self._content
         self._parts = 0
 
@@ -60,46 +60,46 @@ class MultipartReader:
 
     def feed(self, data: bytes) -> Iterator[Part | bytes]:
         """Yield the beginnings of parts and pieces of the content of the last one. Raise ApiError(400)."""
-        self._held += data
+        self._buffer += data
         step = None
         while self._step is not None and step != self._step:  # until a step needs more bytes to be passed
             step = self._step
             yield from step()
         if self._step is None:
-            self._held.clear()  # an epilogue means nothing
+            self._buffer.clear()  # an epilogue means nothing
 
     def _content(self) -> Iterator[Part | bytes]:
         """Yield content up to the next delimiter, as far as it is there."""
-        at = self._held.find(self._delimiter)
-        length = at if at >= 0 else max(0, len(self._held) - len(self._delimiter) + 1)
-        content = bytes(self._held[:length])
-        del self._held[:length]
+        at = self._buffer.find(self._delimiter)
+        length = at if at >= 0 else max(0, len(self._buffer) - len(self._delimiter) + 1)
+        content = bytes(self._buffer[:length])
+        del self._buffer[:length]
         if content and self._parts:  # what is before the first part is no content
             yield content
         if at >= 0:
-            del self._held[: len(self._delimiter)]
+            del self._buffer[: len(self._delimiter)]
             self._step = self._behind
 
     def _behind(self) -> Iterator[Part | bytes]:
         """Take what follows a delimiter: the end of the body, or of the line."""
-        if len(self._held) < 2:
+        if len(self._buffer) < 2:
             return
-        mark = bytes(self._held[:2])
+        mark = bytes(self._buffer[:2])
         if mark not in (b"--", b"\r\n"):
             raise _broken(f"a boundary is followed by {mark!r}; end it with CRLF")
-        del self._held[:2]
+        del self._buffer[:2]
         self._step = None if mark == b"--" else self._head
         yield from ()
 
     def _head(self) -> Iterator[Part | bytes]:
         """Yield a part when its head is there."""
-        at = self._held.find(b"\r\n\r\n")
-        if (at if at >= 0 else len(self._held)) > MAX_HEAD_BYTES:
+        at = self._buffer.find(b"\r\n\r\n")
+        if (at if at >= 0 else len(self._buffer)) > MAX_HEAD_BYTES:
             raise _broken(f"the head of a part has more than {MAX_HEAD_BYTES} bytes; send a shorter one")
         if at < 0:
             return
-        head = bytes(self._held[:at])
-        del self._held[: at + 4]
+        head = bytes(self._buffer[:at])
+        del self._buffer[: at + 4]
         self._parts += 1
         if self._parts > MAX_PARTS:
             raise _broken(f"more than {MAX_PARTS} parts; send fewer fields")

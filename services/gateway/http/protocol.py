@@ -78,7 +78,7 @@ class Protocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0  # received since the head began, without the read in which it did
         self._past_body_bytes = 0  # received behind a head since the last byte of a body: trailers, chunk extensions
-        self._held = bytearray()  # what came behind a request that waits for the answer of the one before
+        self._buffer = bytearray()  # what came behind a request that waits for the answer of the one before
         self._is_last = False  # the server stops: the connection's first request is its last
         self._lingers = False  # the last answer is written: what comes in is dropped
         self._dropped_bytes = 0
@@ -153,9 +153,9 @@ class Protocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.pipeline or self.transport.is_closing():
             return
-        if self._held:
-            held = bytes(self._held)
-            self._held.clear()
+        if self._buffer:
+            held = bytes(self._buffer)
+            self._buffer.clear()
             self._wait()
             self.data_received(held)
         elif self._late is None:
@@ -166,8 +166,8 @@ class Protocol(HttpToolsProtocol):
     def _hold(self, data: bytes) -> None:
         """Keep bytes unread until all requests before them are answered; beyond the bound, stop reading."""
         self._wait_no_more()
-        self._held += data
-        if len(self._held) > self._bounds.head_bytes:
+        self._buffer += data
+        if len(self._buffer) > self._bounds.head_bytes:
             self.flow.pause_reading()
 
     def send_400_response(self, msg: str) -> None:

@@ -59,7 +59,7 @@ class Logprobs:
         self._spec = spec
         self._text = text
         self._choices = choices
-        self._held = [_Unsent() for _ in choices]
+        self._unsent = [_Unsent() for _ in choices]
         self._sampled = [array("d") for _ in choices]  # of each token, for best_of alone
 
     def keep(self, choice: int, first: int, tokens: list[int], records: bytes) -> None:
@@ -70,7 +70,7 @@ class Logprobs:
             logprobs = unpack_records(records, self._spec.sampling.logprobs)
             self._sampled[choice].extend(one.sampled for one in logprobs)
         if self._spec.logprobs is not None:
-            held = self._held[choice]
+            held = self._unsent[choice]
             held.first = held.first if held.tokens else first
             held.tokens += tokens
             held.records += records
@@ -78,7 +78,7 @@ class Logprobs:
     async def write(self) -> None:
         """Make the JSON of all choices to send, a few tokens in one turn of the event loop."""
         for choice in self.kept():
-            held = self._held[choice]
+            held = self._unsent[choice]
             while held.written < len(held.tokens):
                 self._write(choice, max(1, AT_ONCE // self._spec.sampling.logprobs))
                 await asyncio.sleep(0)
@@ -87,10 +87,10 @@ class Logprobs:
         """Return `logprobs` of a choice, of the tokens since the last call; None when there are none, or the request
         wants none. Its lists are fragments of JSON.
         """
-        if not self._held[choice].tokens:
+        if not self._unsent[choice].tokens:
             return None
-        self._write(choice, len(self._held[choice].tokens))
-        held, self._held[choice] = self._held[choice], _Unsent()
+        self._write(choice, len(self._unsent[choice].tokens))
+        held, self._unsent[choice] = self._unsent[choice], _Unsent()
         columns: dict[str, Any] = {
             name: orjson.Fragment(b"[" + b",".join(parts) + b"]") for name, parts in held.columns.items()
         }
@@ -110,7 +110,7 @@ class Logprobs:
 
     def _write(self, choice: int, most: int) -> None:
         """Make the JSON of the next tokens of a choice."""
-        held, size = self._held[choice], self._spec.record_bytes
+        held, size = self._unsent[choice], self._spec.record_bytes
         begin, end = held.written, min(held.written + most, len(held.tokens))
         if begin == end:
             return

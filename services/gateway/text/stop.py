@@ -23,14 +23,14 @@ def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
 class StopMatcher:
     """Feed text through; what comes out will never have to be taken back."""
 
-    __slots__ = ("_held", "_include", "_longest", "_prefixes", "_stops", "matched")
+    __slots__ = ("_include", "_longest", "_pending", "_prefixes", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._include = include
         self._prefixes = _beginnings(self._stops)
         self._longest = max((len(stop) for stop in self._stops), default=1) - 1
-        self._held = ""
+        self._pending = ""
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
@@ -39,21 +39,21 @@ class StopMatcher:
             return ""
         if not self._stops:
             return text
-        text = self._held + text
+        text = self._pending + text
         matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
             end, start, self.matched = min(matches)
-            self._held = ""
+            self._pending = ""
             return text[: end if self._include else start]
         keep = self._overlap(text)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
         """Return what was held back; for the end of a sequence that found no stop string, or to skip matching for a
         while.
         """
-        held, self._held = self._held, ""
+        held, self._pending = self._pending, ""
         return held
 
     def _overlap(self, text: str) -> int:

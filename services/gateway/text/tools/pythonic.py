@@ -47,41 +47,41 @@ class PythonicReader(Reader):
             rest = self._skip_blanks()
             if len(rest) < len(PYTHON_END) and PYTHON_END.startswith(rest):
                 return False
-            self._raw, self._held, self._is_behind = [], rest.removeprefix(PYTHON_END), False
+            self._raw, self._pending, self._is_behind = [], rest.removeprefix(PYTHON_END), False
         if not self._may_begin:
             if self._use.parallel or not self.calls:
-                self._say(self._held)
-            self._held = ""
+                self._say(self._pending)
+            self._pending = ""
             return False
         if not self._end:
-            start = _BEGINS_LIST.match(self._held)
+            start = _BEGINS_LIST.match(self._pending)
             if start is None:
                 return self._is_plain()
             if start[1] is None:
                 return self._wait(BLANK.fullmatch)  # the head of a list is not there yet
             self._end = start.start(1)
-            if self._stays_in_list(self._held[self._end :]):
+            if self._stays_in_list(self._pending[self._end :]):
                 return self._wait(self._stays_in_list)
         if self._list.failed:
             return self._is_plain()
         for name, arguments in self._list.calls if self._use.parallel else self._list.calls[:1]:
             self._begin_call(name)
             self._argue(arguments)
-        self._held = self._held[self._end :]
+        self._pending = self._pending[self._end :]
         self._may_begin, self._is_behind = False, True
         return True
 
     def _finish(self) -> None:
         if self._use.forced:
             if not self.calls:
-                named = _FIRST_NAME.match(self._held)
+                named = _FIRST_NAME.match(self._pending)
                 names = self._use.names
                 name = named[1] if named is not None and named[1] in names else names[0] if len(names) == 1 else ""
                 if name:
                     self._begin_call(name)
                     self.cut = True
         elif self._use.parallel or not self.calls:
-            self._say(self._held)
+            self._say(self._pending)
 
     def _is_plain(self) -> bool:
         self._may_begin = False

@@ -253,7 +253,7 @@ class Reader(ABC):
     def __init__(self, use: ToolUse, request_id: str, choice: int) -> None:
         self._use = use
         self._owner = f"{request_id}:{choice}"
-        self._held = ""  # not looked at yet
+        self._pending = ""  # not looked at yet
         self._idle: Callable[[str], object] | None = None  # whether text behind what is held decides nothing
         self._undecided: list[str] = []  # such text; joined when more comes, not with each token
         self._raw: list[str] = []  # of what may be a call, while it may also be text
@@ -270,7 +270,7 @@ class Reader(ABC):
         self._undecided.append(text)
         if self._idle is None or not self._idle(text):
             self._join()
-            while self._held and self._go_on():
+            while self._pending and self._go_on():
                 pass
         return self._take()
 
@@ -280,7 +280,7 @@ class Reader(ABC):
         self._finish()
         if not self.calls:
             self._out.append("".join(self._blank))
-        self._held, self._raw, self._blank = "", [], []
+        self._pending, self._raw, self._blank = "", [], []
         return self._take()
 
     @abstractmethod
@@ -293,7 +293,7 @@ class Reader(ABC):
 
     def _join(self) -> None:
         """Hold all text that has come."""
-        self._held = "".join([self._held, *self._undecided])
+        self._pending = "".join([self._pending, *self._undecided])
         self._undecided, self._idle = [], None
 
     def _wait(self, idle: Callable[[str], object] | None = None) -> bool:
@@ -322,9 +322,9 @@ class Reader(ABC):
             self._out.append(CallPiece(self.calls - 1, "", "", arguments))
 
     def _skip_blanks(self) -> str:
-        rest = self._held.lstrip()
-        self._raw.append(self._held[: len(self._held) - len(rest)])
-        self._held = rest
+        rest = self._pending.lstrip()
+        self._raw.append(self._pending[: len(self._pending) - len(rest)])
+        self._pending = rest
         return rest
 
     def _is_text(self) -> bool:
@@ -363,9 +363,9 @@ class ToolReader(Reader):
                 self._begin_call(self._use.names[0])
                 self.cut = True
         elif self._at is _At.TEXT:
-            self._say(self._held)
+            self._say(self._pending)
         elif self._at is not _At.BEHIND and self._at is not _At.OVER:
-            self._say("".join(self._raw) + ("" if self._at is _At.OBJECT else self._held))
+            self._say("".join(self._raw) + ("" if self._at is _At.OBJECT else self._pending))
         if self._at is _At.OBJECT:
             self._argue(self._object.flush())
             self.cut |= bool(self._object.name) and not self._object.has_whole_arguments
@@ -381,25 +381,25 @@ class ToolReader(Reader):
             case _At.BEHIND:
                 return self._go_behind()
             case _At.OVER:
-                self._held = ""
+                self._pending = ""
                 return False
 
     def _find_opening(self) -> bool:
         opening = OPENINGS[self._use.format]
-        at = self._held.find(opening)
+        at = self._pending.find(opening)
         if at < 0:
-            keep = overlap(self._held, opening)
-            self._say(self._held[: len(self._held) - keep])
-            self._held = self._held[len(self._held) - keep :]
+            keep = overlap(self._pending, opening)
+            self._say(self._pending[: len(self._pending) - keep])
+            self._pending = self._pending[len(self._pending) - keep :]
             return False
-        self._say(self._held[:at])
-        self._raw, self._held = [opening], self._held[at + len(opening) :]
+        self._say(self._pending[:at])
+        self._raw, self._pending = [opening], self._pending[at + len(opening) :]
         self._at = _At.BEFORE
         return True
 
     def _open_bare(self) -> bool:
         """Begin a call without an opening, which is a call only where no text was before it."""
-        rest = self._held.lstrip()
+        rest = self._pending.lstrip()
         tagged = rest.removeprefix(PYTHON_TAG)
         is_first = not self._said and not self.calls
         if is_first and not tagged.strip():
@@ -407,10 +407,10 @@ class ToolReader(Reader):
         if is_first and PYTHON_TAG.startswith(rest):
             return False
         if not is_first or not tagged.lstrip().startswith("{"):
-            self._say(self._held)
-            self._held = ""
+            self._say(self._pending)
+            self._pending = ""
             return False
-        self._raw, self._held = [self._held[: len(self._held) - len(tagged)]], tagged
+        self._raw, self._pending = [self._pending[: len(self._pending) - len(tagged)]], tagged
         self._at = _At.BEFORE
         return True
 
@@ -420,7 +420,7 @@ class ToolReader(Reader):
             return False
         if self._may_list and rest[0] == "[" and not self._listed:
             self._raw.append("[")
-            self._held, self._listed = rest[1:], True
+            self._pending, self._listed = rest[1:], True
             return True
         if self._is_mistral and rest[0] != "{" and not self._listed:
             return self._begin_named(rest)
@@ -437,7 +437,7 @@ class ToolReader(Reader):
             if match is not None and match.end() == len(rest):
                 return self._wait(BLANK.fullmatch)
             return False if match is None and _BEGINS_NAMED.fullmatch(rest) else self._is_text()
-        self._held = rest[match.start(2) :]
+        self._pending = rest[match.start(2) :]
         self._object = CallObject(match[1])
         self._begin_call(match[1])
         self._at, self._alone = _At.OBJECT, True
@@ -446,10 +446,10 @@ class ToolReader(Reader):
     def _read_object(self) -> bool:
         call = self._object
         has_begun = bool(call.name)
-        used, arguments = call.feed(self._held)
+        used, arguments = call.feed(self._pending)
         if not has_begun:
-            self._raw.append(self._held[:used])
-        self._held = self._held[used:]
+            self._raw.append(self._pending[:used])
+        self._pending = self._pending[used:]
         bare = self._use.format == "llama3"
         if call.name and not has_begun and not (bare and call.name not in self._use.names):
             self._begin_call(call.name)
@@ -470,10 +470,10 @@ class ToolReader(Reader):
         if not rest or (len(rest) < len(closing) and closing.startswith(rest)):
             return False
         if separator and rest.startswith(separator):
-            self._raw, self._held = [], rest[1:]
+            self._raw, self._pending = [], rest[1:]
             self._at = _At.BEFORE
             return True
-        self._raw, self._held = [], rest.removeprefix(closing)
+        self._raw, self._pending = [], rest.removeprefix(closing)
         self._listed = self._alone = False
         self._at = _At.TEXT
         return True
