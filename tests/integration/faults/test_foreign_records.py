@@ -100,7 +100,7 @@ def test_request_with_a_lost_grammar_ends_alone(tmp_path: Path, way: str) -> Non
         assert "grammar: Redis has lost its text; send the request again" in bound.json()["error"]["message"]
         assert grammars_of(worker.entered, BOUND["prompt"]) == set()
 
-        again = stack.ask(60.0, **BOUND)
+        again = _ask_until_taken(stack, **BOUND)
         assert again.json()["choices"][0]["token_ids"] == answer(BOUND["prompt"], TOKENS), again.text
         assert grammars_of(worker.entered, BOUND["prompt"]) == {found[name].decode()}
         until("nothing is left", lambda: not client.exists(keys.queue_grammars))
