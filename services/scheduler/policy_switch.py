@@ -21,6 +21,9 @@ from shared.settings import SchedulerSettings
 
 log = logging.getLogger("orcinus.scheduler")
 
+AHEAD_NS = 5_000_000
+"""Time of steps in flight below which a further one is planned (docs/protocol.md#steps)."""
+
 
 def make_scheduler(settings: SchedulerSettings) -> Scheduler:
     """Return the core that the settings describe. Raises ValueError for an unknown policy."""
@@ -29,6 +32,7 @@ def make_scheduler(settings: SchedulerSettings) -> Scheduler:
         max_seqs=settings.max_seqs,
         microbatches=settings.microbatches,
         lookahead=settings.lookahead,
+        ahead_ns=AHEAD_NS,
         step_tokens=settings.step_tokens,
         prefix_cache={"auto": None, "on": True, "off": False}[settings.prefix_cache],
     )

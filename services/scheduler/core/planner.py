@@ -17,7 +17,7 @@ from services.scheduler.core.placement.router import Router
 from services.scheduler.core.policy.iteration_level import Pooled
 from services.scheduler.core.preemption import Preempter
 from services.scheduler.core.replica import Replica
-from services.scheduler.core.state import SchedulerState
+from services.scheduler.core.state import MOST_AHEAD, SchedulerState
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import DECODING, PREFILLING, Bool
 from services.scheduler.core.types import NO_ROWS, PREFILL, Int32, Priority, Rows, StepPlan
@@ -246,9 +246,20 @@ class Planner:
         """Return the microbatches that may be planned, that with least in flight and planned longest ago first."""
         lookahead, inflight, last = self._state.lookahead, replica.inflight_of, replica.last_planned
         if replica.microbatches == 1:
-            return [0] if inflight.get(0, 0) <= lookahead else []
+            return [0] if inflight.get(0, 0) <= lookahead or self._runs_dry(replica) else []
         free = [m for m in range(replica.microbatches) if inflight.get(m, 0) <= lookahead]
         return sorted(free, key=lambda m: (inflight.get(m, 0), last.get(m, 0)))
+
+    def _runs_dry(self, replica: Replica) -> bool:
+        """Return whether the steps in flight may be over before the answer to one of them has brought another.
+
+        Each of them is no larger than the step that was answered last, so it takes about as long at most.
+        """
+        state, sent = self._state, replica.inflight.values()
+        if not state.ahead_ns or not state.lookahead or len(state.waiting) or len(sent) >= MOST_AHEAD:
+            return False
+        tokens, step_ns = replica.last_answered
+        return len(sent) * step_ns < state.ahead_ns and all(step.tokens <= tokens for step in sent)
 
     def _decoding(self, step: StepBuilder) -> Bool:
         """Return [high] bool: the row decodes.

@@ -150,6 +150,7 @@ class Replica:
         self.is_keeping = False  # its worker was asked to keep KV: its host tier is not read until it has left
         self.kept: Int32 = EMPTY  # host blocks that outlive the worker, as it has acknowledged
         self.last = LastStep()
+        self.last_answered = 0, 0  # tokens and ns of the step that was answered last
 
     @property
     def available(self) -> int:

@@ -182,6 +182,7 @@ class Results:
     @staticmethod
     def _learn(replica: Replica, step: SentStep, result: StepResult) -> None:
         """Learn how long the step took, and take the copies that are complete."""
+        replica.last_answered = step.tokens, result.step_ns
         if step.tokens and not (step.moved and not replica.limits.role):  # with a role nearly every step moves some
             replica.model.observe(step.tokens, step.decode_context, step.prefill_context, result.step_ns)
             replica.token_time.observe(step.tokens, result.step_ns)

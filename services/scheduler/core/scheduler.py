@@ -22,7 +22,7 @@ from services.scheduler.core.replica import AdmissionMemo, Replica
 from services.scheduler.core.results import Results
 from services.scheduler.core.sequence import PrefixState, Record, Sequence, State
 from services.scheduler.core.speculation import History
-from services.scheduler.core.state import SchedulerState
+from services.scheduler.core.state import MOST_AHEAD, SchedulerState
 from services.scheduler.core.stats import FirstTokens, figures, of_replica
 from services.scheduler.core.types import (
     CLASS_COUNT,
@@ -43,11 +43,11 @@ from services.scheduler.core.waiting import WaitingQueue
 class Scheduler:
     """Schedules requests over replicas.
 
-    max_seqs: sequences that run at most on a replica (0: its slots); microbatches (0: the replica's stages) and
-    lookahead: docs/protocol.md#steps; affinity: what a cached token counts when replicas are chosen (Routing);
-    step_tokens: token budget of a step (0: the policy's); prefix_cache: share and keep prefixes (None: as the policy
-    does); a sequence's checkpoint is due every `checkpoint_tokens` tokens or `checkpoint_ns` (0 tokens: not while it
-    runs), when it loses its slot, and at its end.
+    max_seqs: sequences that run at most on a replica (0: its slots); microbatches (0: the replica's stages), lookahead
+    and ahead_ns (0: lookahead alone counts): docs/protocol.md#steps; affinity: what a cached token counts when replicas
+    are chosen (Routing); step_tokens: token budget of a step (0: the policy's); prefix_cache: share and keep prefixes
+    (None: as the policy does); a sequence's checkpoint is due every `checkpoint_tokens` tokens or `checkpoint_ns` (0
+    tokens: not while it runs), when it loses its slot, and at its end.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Scheduler:
         max_seqs: int = 0,
         microbatches: int = 1,
         lookahead: int = 1,
+        ahead_ns: int = 0,
         step_tokens: int = 0,
         prefix_cache: bool | None = None,
         checkpoint_tokens: int = 32,
@@ -74,7 +75,7 @@ class Scheduler:
         self._parked: dict[str, Record] = {}  # of which something was set aside by park()
         self._names = Names()
         self.waiting = WaitingQueue(self.policy.order)
-        self._state = SchedulerState(self.policy, self.waiting, max_seqs, lookahead, step_tokens)
+        self._state = SchedulerState(self.policy, self.waiting, max_seqs, lookahead, ahead_ns, step_tokens)
         self.router = Router(self._state, affinity)
         self._planner = Planner(self._state, self.router)
         self._results = Results(self, self.router, self.waiting, self._names, checkpoint_tokens, checkpoint_ns)
@@ -475,12 +476,17 @@ class Scheduler:
     def replica_stats(self, number: int) -> dict[str, int]:
         return of_replica(self._state, self.router, self.replicas[number])
 
+    @property
+    def _most_ahead(self) -> int:
+        """Return how many steps of a sequence may be in flight when the next one is planned."""
+        return max(self.lookahead, MOST_AHEAD - 1) if self._state.ahead_ns and self.lookahead else self.lookahead
+
     def check(self) -> None:
         """Raise RuntimeError when an invariant of docs/protocol.md#steps is broken."""
         self.waiting.check()
         if len(self._deadlines) > 2 * len(self.records) + 64:
             raise RuntimeError(f"{len(self._deadlines)} deadlines are kept for {len(self.records)} requests")
-        check_replicas(self.alive, self.router.placement.keepers, self.records.values(), self.lookahead)
+        check_replicas(self.alive, self.router.placement.keepers, self.records.values(), self._most_ahead)
         waits = len(self.waiting) + len(self.waiting.held)
         check_records(list(self.records.values()), sum(r.table.count for r in self.replicas), waits)
 

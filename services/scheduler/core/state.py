@@ -8,6 +8,9 @@ from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.waiting import WaitingQueue
 
+MOST_AHEAD = 4
+"""Steps that a replica may have in flight where they are short."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -29,6 +32,7 @@ class SchedulerState:
     waiting: WaitingQueue
     max_seqs: int
     lookahead: int
+    ahead_ns: int
     step_tokens: int
     counters: Counters = field(default_factory=Counters)
     closed: bool = False  # the policy is about to change: only handed-over sequences enter (Router.close)

@@ -7,10 +7,12 @@ from itertools import cycle
 import numpy as np
 import pytest
 
+from services.scheduler import policy_switch
 from services.scheduler.core.policy.presets import PRESETS
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.sequence import PINNED_AFTER
 from services.scheduler.core.types import Finish, Limits
+from shared.settings import SchedulerSettings
 from tests.unit.scheduler.core.twin import MS, House, house, request
 
 # -- orca
@@ -170,6 +172,46 @@ def test_no_over_run_token_costs_a_sequence_its_memory() -> None:
     assert h.plan() is None and h.core.stats()["preemptions"] == 0
     h.answer()  # now both have nothing in flight
     assert h.plan_named() == {"a": (8, 1)} and h.core.stats()["preemptions"] == 1
+    h.finish()
+
+
+# -- steps that are over before an answer has come back
+
+
+def planned(h: House) -> int:
+    """Plan until no further step may be in flight; return how many are."""
+    while h.plan() is not None:
+        pass
+    return len(h.workers[0].queue)
+
+
+def test_short_steps_are_planned_further_ahead() -> None:
+    """The prompt takes 10 ms, a decode 5.05: of decodes two take less than 12 ms together, of prompts one."""
+    h = House(Scheduler("orcinus", lookahead=1, ahead_ns=12 * MS), Limits(1, 64, 16, 256, 128))
+    h.add_all(("a", 100, 40))
+    assert planned(h) == 2, "nothing was timed"
+    h.answer()
+    assert planned(h) == 2, "it may take as long as the prompt did"
+    h.answer()
+    assert planned(h) == 3
+    h.core.check()
+    h.add_all(("b", 100, 3))
+    h.answer()
+    assert planned(h) == 2, "a sequence waits"
+    h.finish()
+
+
+@pytest.mark.parametrize(("lookahead", "steps"), [(0, 1), (1, 4), (4, 5)])
+def test_steps_ahead_are_bounded(lookahead: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_switch, "AHEAD_NS", 1_000_000 * MS)
+    core = policy_switch.make_scheduler(SchedulerSettings(lookahead=lookahead))
+    h = House(core, Limits(4, 64, 16, 256, 128))
+    h.add_all(("a", 100, 40))
+    for _ in range(3):
+        planned(h)
+        h.answer()
+    assert planned(h) == steps
+    h.core.check()
     h.finish()
 
 

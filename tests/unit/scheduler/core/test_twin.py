@@ -57,6 +57,7 @@ class CoreTwin(RuleBasedStateMachine):
         policy=ANY_POLICY,
         microbatches=st.integers(1, 3),
         lookahead=st.integers(0, 2),
+        ahead_ns=st.sampled_from([0, 18 * MS, 1000 * MS]),
         slots=st.integers(1, 6),
         blocks=st.integers(6, 20),
         block_size=st.sampled_from([1, 2, 4]),
@@ -240,7 +241,12 @@ def test_guesses_right_or_wrong_change_no_token(seed: int, policy: str, forces: 
     rng = random.Random(f"{policy} {seed}")
     limits = Limits(8, rng.randint(30, 60), rng.choice([1, 2, 4]), 64, 64, host_blocks=40, max_drafts=24)
     core = Scheduler(
-        policy, microbatches=rng.randint(1, 3), lookahead=rng.randint(0, 2), checkpoint_tokens=5, prefix_cache=True
+        policy,
+        microbatches=rng.randint(1, 3),
+        lookahead=rng.randint(0, 2),
+        ahead_ns=18 * MS,
+        checkpoint_tokens=5,
+        prefix_cache=True,
     )
     house = House(core, limits, lag=rng.randint(0, 2))
     house.workers[0].forces = forces
@@ -285,6 +291,7 @@ def test_rows_with_late_masks_get_their_tokens_and_end(seed: int) -> None:
     config = {
         "microbatches": rng.randint(1, 3),
         "lookahead": rng.randint(0, 2),
+        "ahead_ns": 18 * MS,
         "prefix_cache": rng.choice([None, True]),
     }
     house = House(Scheduler(TESTED[seed % len(TESTED)], checkpoint_tokens=3, **config), limits, rng.randint(0, 2))
