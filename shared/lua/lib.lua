@@ -136,10 +136,13 @@ end
 -- Returns what the entry of a request carries: `r`, the request; `id`, its id; what was counted with it: `tenant`, `tokens`,
 -- `bytes`, the part `kept` of them that stays behind the end, and `grammar`, the name of its grammar if the text lies apart.
 -- Of a deleted entry it is nothing.
+local MOST_OF_ENTRY = 1099511627776  -- 2^40; sums over thousands of entries stay below 2^53
 local function entry_fields(words)
   local fields = {}
   for i = 1, #words, 2 do fields[words[i]] = words[i + 1] end
-  for _, name in ipairs({'tokens', 'bytes', 'kept'}) do fields[name] = math.max(0, whole(fields[name], 0)) end
+  for _, name in ipairs({'tokens', 'bytes', 'kept'}) do
+    fields[name] = math.min(MOST_OF_ENTRY, math.max(0, whole(fields[name], 0)))
+  end
   fields.tenant, fields.grammar = fields.tenant or '', fields.grammar or ''
   return fields
 end
@@ -193,13 +196,14 @@ local function write_counts(key, counts)
   local held, seen, wrong = redis.pcall('HGETALL', key), {}, false
   if held.err then redis.call('DEL', key) end
   for i = 1, #held, 2 do
-    local field, text = held[i], held[i + 1]
+    local field, expected = held[i], string.format('%.0f', counts[held[i]] or 0)
     seen[field] = true
-    if text ~= string.format('%.0f', counts[field] or 0) then
-      wrong = true
-      redis.call('HSET', key, field, string.format('%.0f', counts[field] or 0))
+    wrong = wrong or held[i + 1] ~= expected
+    if not counts[field] then
+      redis.call('HDEL', key, field)
+    elseif held[i + 1] ~= expected then
+      redis.call('HSET', key, field, expected)
     end
-    if not counts[field] then redis.call('HDEL', key, field) end
   end
   for field, number in pairs(counts) do
     if number > 0 and not seen[field] then
@@ -236,19 +240,18 @@ local function write_grammars(queue, requests, owners, bytes)
   return wrong
 end
 
-local RECOUNT_PAGE = 64  -- entries
-local RECOUNT_BYTES = 33554432  -- of requests, that one call reads
+local RECOUNT_PAGE = 16  -- entries
+local RECOUNT_BYTES = 33554432  -- of entries, that one call reads
 
--- Calls `visit` with id and fields of each entry of a stream. Returns what is left of `budget`, bytes of requests; below 0
+-- Calls `visit` with id and fields of each entry of a stream. Returns what is left of `budget`, bytes of entries; below 0
 -- there are more entries.
 local function each_entry(stream, budget, visit)
   local first = '-'
   while true do
     local rows = redis.call('XRANGE', stream, first, '+', 'COUNT', RECOUNT_PAGE)
     for _, row in ipairs(rows) do
-      local fields = entry_fields(row[2])
-      budget = budget - #(fields.r or '')
-      visit(row[1], fields)
+      for _, word in ipairs(row[2]) do budget = budget - #word end
+      visit(row[1], entry_fields(row[2]))
     end
     if budget < 0 or #rows < RECOUNT_PAGE or rows[#rows][1] == HIGHEST then return budget end
     first = '(' .. rows[#rows][1]
@@ -288,9 +291,12 @@ local function recount(queue, most)
     if budget < 0 then return 0 end
   end
   local are_bytes_known = entries + redis.call('XLEN', queue .. ':kept') <= most
+  if are_bytes_known then
+    local function add_kept(_, fields) add(bytes, fields.tenant, fields.bytes) end
+    are_bytes_known = each_entry(queue .. ':kept', budget, add_kept) >= 0
+  end
   local wrong = write_grammars(queue, grammars, owners, bytes)
   if are_bytes_known then
-    each_entry(queue .. ':kept', RECOUNT_BYTES, function(_, fields) add(bytes, fields.tenant, fields.bytes) end)
     for _, number in pairs(bytes) do counts.bytes = counts.bytes + number end
     wrong = write_counts(queue .. ':bytes', bytes) or wrong
   else

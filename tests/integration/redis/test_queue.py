@@ -361,6 +361,44 @@ async def test_counts_are_those_of_the_entries_after_each_call(client: Any, scri
         assert await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 100]) == 0, f"call {number}: {kind}"
 
 
+@pytest.mark.parametrize("key", [KEYS.requests("low"), KEYS.queue_kept])
+async def test_queue_of_long_foreign_entries_is_not_counted_anew(client: Any, scripts: Scripts, key: str) -> None:
+    """All their fields have to be read, not the requests alone."""
+    held = await busy(client, scripts)
+    await client.delete(key)
+    for _ in range(40):
+        await client.xadd(key, {"foreign": b"x" * (1 << 20)})
+    await client.hset(KEYS.queue, "bytes", 7)
+    await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 100])
+    assert await client.hget(KEYS.queue, "bytes") == b"7"
+
+
+async def test_entries_of_very_many_tokens_keep_the_queue_bounded(client: Any, scripts: Scripts) -> None:
+    """From 2^53 on their sum would be read as none."""
+    held = await busy(client, scripts)
+    fields = {"id": "foreign", "tenant": "eve", "tokens": (1 << 53) - 1, "bytes": (1 << 53) - 1}
+    for _ in range(3):
+        await client.xadd(KEYS.requests("low"), {**fields})
+    await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 100])
+    assert (await enqueue(scripts, "next"))[0] == b"full"
+    most = {"most": 1 << 53, "of_tenant": 1 << 53}
+    assert (await enqueue(scripts, "next", **most, most_bytes=1 << 30))[0] == b"bytes"
+
+
+async def test_request_that_comes_back_without_its_entry_is_counted(client: Any, scripts: Scripts) -> None:
+    """Its stream was deleted, or an older gateway wrote its entry."""
+    held = Lease(scripts, KEYS, SHARD, 5000)
+    await held.take()
+    await enqueue(scripts, "r")
+    ((stream, entry), *_) = await claim(client, scripts, held.text)
+    await client.delete(stream)
+    row = [KEYS.req("r"), stream, entry, b"payload"]
+    assert await scripts.release([KEYS.lease(SHARD), KEYS.queue], [held.text, GROUP, *row]) == 1
+    await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 100])
+    assert await client.hmget(KEYS.queue, "tokens", "requests") == [b"10", b"1"]
+    assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10"}
+
+
 async def test_expired_request_with_prompts_apart_is_counted_back(client: Any, scripts: Scripts) -> None:
     """Neither its record nor its prompts tell the number of its tokens."""
     intake = await leading(client, scripts)
