@@ -25,6 +25,8 @@ LEAF_BYTES = 8 << 20
 READ_BYTES = 1 << 20
 MOST_THREADS = 4
 NICE = 10
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""The same in all containers of a machine. Machines may have one name, and as copies the same numbers of files."""
 
 Span = tuple[Path, int, int]
 """A file, the first byte of a tensor in it, and the bytes of the tensor."""
@@ -37,7 +39,8 @@ class Fingerprint:
         self, head: bytes, spans: Iterable[Span], threads: int = 1, parallel: ParallelState | None = None
     ) -> None:
         """head: what decides the numbers besides those of the tensors: settings, names, types and shapes. threads: at
-        most, and MOST_THREADS. parallel: makes its calls in the same order at all ranks.
+        most, and MOST_THREADS. parallel: makes its calls in the same order at all ranks. Raise ModelError where a
+        file is gone, and RankError.
         """
         self._head = head
         self._parallel = parallel or ParallelState()
@@ -61,7 +64,7 @@ class Fingerprint:
         for thread in self._threads:
             thread.join()
         if self._errors:
-            raise ModelError(f"the weights could not be read again for their digest: {self._errors[0]}")
+            raise _unreadable(self._errors[0])
         computed = hashlib.sha256(hashlib.sha256(self._head).digest() + b"".join(self._digests)).hexdigest()[:DIGITS]
         return self._parallel.texts(computed)[self._reader]
 
@@ -84,10 +87,20 @@ class Fingerprint:
 
 
 def _files(spans: Iterable[Span]) -> str:
-    """Return a text that is the same in processes of one machine that read the same files."""
-    states = [(path, path.stat()) for path in sorted({path for path, _, _ in spans})]
+    """Return a text that is the same in processes of one machine that read the same files. Raise ModelError."""
+    try:
+        states = [(path, path.stat()) for path in sorted({path for path, _, _ in spans})]
+    except OSError as error:
+        raise _unreadable(error) from error
     files = [(str(path), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns) for path, state in states]
-    return hashlib.sha256(repr((socket.gethostname(), files)).encode()).hexdigest()
+    machine = socket.gethostname()
+    with contextlib.suppress(OSError):  # Linux alone has it
+        machine += BOOT_ID.read_text()
+    return hashlib.sha256(repr((machine, files)).encode()).hexdigest()
+
+
+def _unreadable(error: Exception) -> ModelError:
+    return ModelError(f"the weights could not be read again for their digest: {error}")
 
 
 def _leaves(path: Path, start: int, size: int) -> Iterable[Span]:

@@ -490,6 +490,28 @@ def test_ranks_with_the_same_files_read_them_once(tmp_path: Path) -> None:
     assert other == Fingerprint(b"", [(tmp_path / "copy", 0, 100)]).result() != first
 
 
+def test_weights_that_are_gone_under_their_digest_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"read again for their digest: .*gone"):
+        Fingerprint(b"", [(tmp_path / "gone", 0, 10)]).result()
+
+
+def test_ranks_of_machines_with_one_name_read_their_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines may be copies of each other, with the same name and the same numbers of files."""
+    (tmp_path / "model").write_bytes(b"1" * 100)
+    said: list[str] = []
+
+    class Rank(ParallelState):
+        def texts(self, text: str) -> list[str]:
+            said.append(text)
+            return [text]
+
+    for boot in ("first", "first", "second"):
+        (tmp_path / "boot_id").write_text(boot)
+        monkeypatch.setattr(fingerprint, "BOOT_ID", tmp_path / "boot_id")
+        Fingerprint(b"", [(tmp_path / "model", 0, 100)], parallel=Rank()).result()
+    assert said[0] == said[2] != said[4]
+
+
 def test_progress_of_one_large_tensor_is_reported_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
