@@ -166,7 +166,7 @@ class GrpcFront:
         self.settings = settings = gateway.settings
         self._longest = settings.max_body_bytes + READ_BYTES
         # Each stream may bring a message at any time. They count apart: idle ones leave room for other bodies.
-        self._streams = HeldBytes("messages of streams", BODIES * settings.max_body_bytes, RETRY, MANY_BODIES)
+        self._streams = HeldBytes("messages of streams", BODIES * self._longest, RETRY, MANY_BODIES)
         chain, key = settings.tls_cert, settings.tls_key
         self._certificate = Certificate(chain, key) if chain is not None and key is not None else None
         options = [
