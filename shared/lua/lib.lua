@@ -214,9 +214,9 @@ local function write_counts(key, counts)
   return wrong
 end
 
--- Makes `queue:grammars` hold the grammars of entries. requests: entries by grammar; owners: its tenant; bytes: by tenant,
--- to which the texts are added. Returns whether something else was there.
-local function write_grammars(queue, requests, owners, bytes)
+-- Makes `queue:grammars` hold the grammars of entries. requests: entries by grammar; sizes: bytes of its text. Returns
+-- whether something else was there.
+local function write_grammars(queue, requests, sizes)
   local key, wrong = queue .. ':grammars', false
   for _, field in ipairs(redis.call('HKEYS', key)) do
     if not requests[string.match(field, '^%a+:(.*)$') or ''] then
@@ -225,8 +225,8 @@ local function write_grammars(queue, requests, owners, bytes)
     end
   end
   for grammar, number in pairs(requests) do
-    local size = #(redis.call('HGET', key, 'text:' .. grammar) or '')
-    local counts = {['requests:' .. grammar] = number, ['bytes:' .. grammar] = size > 0 and size or nil}
+    local size = sizes[grammar] > 0 and sizes[grammar] or nil
+    local counts = {['requests:' .. grammar] = number, ['bytes:' .. grammar] = size}
     for _, name in ipairs({'requests:', 'bytes:'}) do
       local field = name .. grammar
       local text = counts[field] and string.format('%.0f', counts[field]) or false
@@ -235,13 +235,12 @@ local function write_grammars(queue, requests, owners, bytes)
         if text then redis.call('HSET', key, field, text) else redis.call('HDEL', key, field) end
       end
     end
-    if size > 0 then bytes[owners[grammar]] = (bytes[owners[grammar]] or 0) + size end
   end
   return wrong
 end
 
 local RECOUNT_PAGE = 16  -- entries
-local RECOUNT_BYTES = 33554432  -- of entries, that one call reads
+local RECOUNT_BYTES = 33554432  -- of entries and grammars, that one call reads
 
 -- Calls `visit` with id and fields of each entry of a stream. Returns what is left of `budget`, bytes of entries; below 0
 -- there are more entries.
@@ -290,12 +289,19 @@ local function recount(queue, most)
     end)
     if budget < 0 then return 0 end
   end
+  local sizes = {}
+  for grammar, tenant in pairs(owners) do
+    sizes[grammar] = #(redis.call('HGET', queue .. ':grammars', 'text:' .. grammar) or '')
+    add(bytes, tenant, sizes[grammar])
+    budget = budget - sizes[grammar]
+    if budget < 0 then return 0 end
+  end
   local are_bytes_known = entries + redis.call('XLEN', queue .. ':kept') <= most
   if are_bytes_known then
     local function add_kept(_, fields) add(bytes, fields.tenant, fields.bytes) end
     are_bytes_known = each_entry(queue .. ':kept', budget, add_kept) >= 0
   end
-  local wrong = write_grammars(queue, grammars, owners, bytes)
+  local wrong = write_grammars(queue, grammars, sizes)
   if are_bytes_known then
     for _, number in pairs(bytes) do counts.bytes = counts.bytes + number end
     wrong = write_counts(queue .. ':bytes', bytes) or wrong

@@ -373,6 +373,16 @@ async def test_queue_of_long_foreign_entries_is_not_counted_anew(client: Any, sc
     assert await client.hget(KEYS.queue, "bytes") == b"7"
 
 
+async def test_queue_of_long_grammars_is_not_counted_anew(client: Any, scripts: Scripts) -> None:
+    held = await busy(client, scripts)
+    for number in range(40):
+        changes = {"grammar": f"sha256:{number}", "text": b"x" * (1 << 20), "most": 1000, "of_tenant": 1000}
+        assert (await enqueue(scripts, f"long-{number}", **changes))[0] == b"ok"
+    await client.hset(KEYS.queue, "tokens", 7)
+    await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 100])
+    assert await client.hget(KEYS.queue, "tokens") == b"7"
+
+
 async def test_entries_of_very_many_tokens_keep_the_queue_bounded(client: Any, scripts: Scripts) -> None:
     """From 2^53 on their sum would be read as none."""
     held = await busy(client, scripts)
