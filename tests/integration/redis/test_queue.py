@@ -402,7 +402,7 @@ async def test_request_that_comes_back_without_its_entry_is_counted(client: Any,
     await enqueue(scripts, "r")
     ((stream, entry), *_) = await claim(client, scripts, held.text)
     await client.delete(stream)
-    row = [KEYS.req("r"), stream, entry, b"payload"]
+    row: list[Any] = [KEYS.req("r"), stream, entry, b"payload"]
     assert await scripts.release([KEYS.lease(SHARD), KEYS.queue], [held.text, GROUP, *row]) == 1
     await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, 100])
     assert await client.hmget(KEYS.queue, "tokens", "requests") == [b"10", b"1"]
