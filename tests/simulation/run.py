@@ -17,6 +17,7 @@ from tests.simulation import clock, world
 def play(seed: int, trace: bool = False) -> tuple[int, list[str], str]:
     """Play a seed; return it, what was wrong, and one line about the run."""
     gc.disable()  # nothing of a killed process is closed within a run
+    gc.freeze()  # the collection behind the run looks at what the run has made alone
     played = world.run(seed)
     loop, checker = played.loop, played.checker
     if trace:
