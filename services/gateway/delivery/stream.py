@@ -825,6 +825,7 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        self.passed_over = _unread  # the writer, which refers to this generation
         if self.span is not None:
             ends = [choice.finish_reason or "" for choice in self.choices]
             self.span.end(self.usage.completion_tokens, ends, self.done, self.failure)

@@ -105,6 +105,13 @@ class Protocol(HttpToolsProtocol):
         if (answered := self._answered) is not None and not answered.response_complete:
             answered.disconnected = True
             answered.message_event.set()
+        # Without its requests it is in no reference cycle, and gone with the last of them. Else a full collection has
+        # to find it, which takes a second beside thousands of requests that wait.
+        self._unset_keepalive_if_required()
+        self.scope = None  # type: ignore[assignment]  # as before the first request; so is `cycle`
+        self.cycle = None  # type: ignore[assignment]
+        self._answered = None
+        self.pipeline.clear()
 
     def shutdown(self) -> None:
         """Close once the request is answered; leave a client that has only connected time to send its first."""
@@ -216,7 +223,9 @@ class Protocol(HttpToolsProtocol):
     def _has_room(self) -> bool:
         """Return whether `_write` may be called now: while the connection's newest request is answered in chunks."""
         cycle = self.cycle
-        return not self.flow.write_paused and bool(cycle.chunked_encoding) and not cycle.disconnected
+        if cycle is None or self.flow.write_paused:  # the connection is lost, or full
+            return False
+        return bool(cycle.chunked_encoding) and not cycle.disconnected
 
     def _write(self, body: bytes) -> None:
         """Write a chunk of the current answer, past the wrappers of the application, which cost as much as the rest."""
@@ -284,7 +293,7 @@ class _CycleTransport(asyncio.Transport):
     def close(self) -> None:
         protocol = self._protocol
         cycle = protocol.cycle
-        if cycle.response_complete and cycle.more_body and not protocol.transport.is_closing():
+        if cycle is not None and cycle.response_complete and cycle.more_body and not protocol.transport.is_closing():
             protocol.linger()
         else:
             protocol.transport.close()
@@ -356,7 +365,9 @@ class RequestContext:
             self._metrics.answers.labels(endpoint, str(status or 499)).inc()
             if self._log and scope["path"].startswith("/v1/"):
                 self._write_line(scope, endpoint, status or 499, time.monotonic() - started)
-            scope["state"].clear()  # else the request lives, in a cycle with its connection, until a full collection
+            # Else request and connection live, in a reference cycle, until a full collection.
+            scope["state"].clear()
+            scope.pop("extensions", None)
 
     @staticmethod
     def _write_line(scope: Scope, endpoint: str, status: int, seconds: float) -> None:

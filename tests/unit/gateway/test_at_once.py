@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
+from services.gateway.anthropic.answers import MessageEvents
 from services.gateway.delivery.stream import Offer, Row
 from services.gateway.openai import answers
 from services.gateway.openai.answers import KEEP_ALIVE, EventStream, EventWriter
@@ -156,14 +157,18 @@ async def test_nothing_overtakes_the_end_by_a_stop_string() -> None:
     assert client.body.count(b'"finish_reason":"stop"') == 1
 
 
-def test_answer_that_has_ended_is_gone_without_the_garbage_collector() -> None:
+@pytest.mark.parametrize("writer", [None, MessageEvents])
+def test_answer_that_has_ended_is_gone_without_the_garbage_collector(writer: type[MessageEvents] | None) -> None:
     client = Client()
-    answer = weakref.ref(client.events_response)
+    if writer is not None:
+        client.writer = writer(client.generation)
+        client.events_response = EventStream(client.generation, client.writer, 1000.0)
+    kept = [weakref.ref(each) for each in (client.events_response, client.generation, client.writer)]
     gc.disable()
     try:
         asyncio.run(client.run(list(plain_rows(3))))
-        del client.events_response
-        assert answer() is None
+        del client.events_response, client.generation, client.writer
+        assert [each() for each in kept] == [None] * len(kept)
     finally:
         gc.enable()
 

@@ -46,6 +46,9 @@ class Transport(asyncio.Transport):
 class ReadTransport(Transport):
     """Reading can be paused, which changes nothing: the test brings the bytes."""
 
+    def can_write_eof(self) -> bool:
+        return False
+
     def pause_reading(self) -> None:
         pass
 
@@ -124,6 +127,29 @@ async def test_what_a_request_held_is_gone_with_it(without_collector: None) -> N
     connection.connection_lost(None)
     await asyncio.sleep(0)  # the task of the last answer ends
     assert [one() for one in held] == [None, None]
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD[:9], b"\0\r\n\r\n", HEAD, HEAD + HEAD, HEAD + HEAD[:9]])
+@pytest.mark.parametrize("leaves_early", [True, False])
+async def test_connection_is_gone_when_it_is_lost(without_collector: None, sent: bytes, leaves_early: bool) -> None:
+    """Beside thousands of requests that wait, a full collection stops a gateway for a second."""
+    goes_on = asyncio.Event()
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        await goes_on.wait()
+        await answer(scope, receive, send)
+
+    app = RequestContext(waits, Metrics("m"), pages=["/health/live"])
+    connection = connected(transport := ReadTransport(), app)
+    connection.data_received(sent)
+    if not leaves_early:
+        goes_on.set()
+        await wait_until(lambda: transport.written.count(b"200 OK") == sent.count(HEAD))
+    connection.connection_lost(None)
+    goes_on.set()
+    gone = weakref.ref(connection)
+    del connection
+    await wait_until(lambda: gone() is None)
 
 
 def test_busy_gateway_accepts_many_connections_in_a_round_of_its_loop() -> None:

@@ -108,7 +108,7 @@ def test_what_lives_at_start_is_never_walked_again_and_full_collections_are_rare
     watched = {id(each) for each in gc.get_objects()}
     assert id(early) not in watched and id(late) in watched
     young, middle, full = gc.get_threshold()
-    assert young * middle * full == 1_000_000
+    assert young * middle * full == 10_000_000
 
 
 @pytest.mark.usefixtures("thresholds")
