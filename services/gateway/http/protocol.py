@@ -68,6 +68,9 @@ class Protocol(HttpToolsProtocol):
     the connection.
     """
 
+    scope: Any  # of the newest request, as `cycle`; None before the first one and when the connection is lost
+    cycle: Any
+
     def __init__(self, bounds: Bounds, **given: Any) -> None:
         super().__init__(**given)
         self._bounds = bounds
@@ -108,8 +111,7 @@ class Protocol(HttpToolsProtocol):
         # Without its requests it is in no reference cycle, and gone with the last of them. Else a full collection has
         # to find it, which takes a second beside thousands of requests that wait.
         self._unset_keepalive_if_required()
-        self.scope = None  # type: ignore[assignment]  # as before the first request; so is `cycle`
-        self.cycle = None  # type: ignore[assignment]
+        self.scope = self.cycle = None
         self._answered = None
         self.pipeline.clear()
 
@@ -189,7 +191,7 @@ class Protocol(HttpToolsProtocol):
             "orcinus.has_room": {"call": self._has_room},
             "orcinus.write": {"call": self._write},
         }
-        self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
+        self.scope["extensions"] = extensions
         self._in_head, self._head_bytes, self._past_body_bytes = True, 0, 0
         self._wait()
 

@@ -36,7 +36,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 async def client(server: RedisServer) -> AsyncIterator[Any]:
-    """A client of an empty database, whose replies are bytes: its types do not say so."""
+    """A client of an empty database. Its replies are bytes, which the types of redis-py do not show."""
     connected = connect(SchedulerSettings(redis_url=server.url), socket_timeout_s=60.0)
     await connected.flushall()
     yield connected
