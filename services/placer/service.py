@@ -134,7 +134,8 @@ class Placer:
         await persist("read the placements", self._begin, log, self._stop.is_set)
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):
+                    await self._stop.wait()
             try:
                 now_ms, demands = await self._look()
                 await self._decide(now_ms, demands)

@@ -104,7 +104,8 @@ class WorkerLink:
         )  # fmt: skip
         version, first = self.info.version, worker_pb2.Step(epoch=self.epoch, hello=hello)
         if (version.major, version.minor) > handshake.FIRST:
-            await asyncio.wait_for(self._begin(first), DESCRIBE_S)
+            async with asyncio.timeout(DESCRIBE_S):
+                await self._begin(first)
         else:
             await self._write(first)
         info = self.info
