@@ -106,8 +106,12 @@ class Snapshot:
 
     @property
     def led(self) -> list[dict[str, str]]:
-        """Return the statistics of the shards that have a leader."""
-        return [stats for shard, stats in self.stats.items() if shard in self.leases]
+        """Return the statistics of the shards that have a leader, which wrote some lately."""
+        return [stats for shard, stats in self.stats.items() if shard in self.leases and not self._is_silent(shard)]
+
+    def _is_silent(self, shard: str) -> bool:
+        """Whether the scheduler of a shard wrote no statistics lately: its lease may be of something else."""
+        return self.at - self.renewed.get(shard, self.at) > STALE_S
 
     def limits(self, fallback: Limits) -> Limits:
         """Return the limits that the schedulers' workers meet, by their statistics; those of `fallback`, the model's,
@@ -155,7 +159,7 @@ class Snapshot:
             stats = self.stats[shard]
             queued = int(number(stats.get(f"queued_tokens_{priority}")))
             rate = number(stats.get("prefill_tok_s"))
-            if not queued or not rate or self.at - self.renewed.get(shard, 0.0) > STALE_S:
+            if not queued or not rate or self._is_silent(shard):
                 return None
             predicted_ms = number(stats.get(f"predicted_ttft_ms_{priority}"))
             behind, starts_s = int(number(stats.get(f"behind_{priority}"))), number(stats.get("starts_s"))
@@ -444,10 +448,14 @@ def placement_of(is_placed: bool, raw: Any) -> Placement | None:
 
 
 def renewed_at(stats: dict[str, dict[str, str]], before: Snapshot | None, now: float) -> dict[str, float]:
-    """Return when each shard's stats were last seen to change, by this process's clock: a shard may have another."""
+    """Return when each shard's stats were last seen to change, by this process's clock: a shard may have another.
+
+    Behind looks that failed, a shard has all the time again: it could not write, either.
+    """
+    past = before if before is not None and now - before.at <= STALE_S else None
     return {
-        shard: before.renewed[shard]
-        if before and shard in before.renewed and before.stats[shard].get("time_ms") == fields.get("time_ms")
+        shard: past.renewed[shard]
+        if past and shard in past.renewed and past.stats[shard].get("time_ms") == fields.get("time_ms")
         else now
         for shard, fields in stats.items()
     }

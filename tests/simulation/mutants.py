@@ -124,7 +124,9 @@ MUTANTS: dict[str, Plant] = {
         "claim", "redis.call('HSET', ARGV[i], 'shard', ARGV[2], 'epoch', string.match(ARGV[1], '^%d+'))", ""
     ),
     "hole-written": _script("publish", "local whole_record = have >= tonumber(offset)", "local whole_record = true"),
-    "stale-lease-renewed": _script("lease", "(holder or last) ~= ARGV[3]", "holder and holder ~= ARGV[3]"),
+    "stale-lease-renewed": _script(
+        "lease", "(holder or string.match(last, '^%S+')) ~= ARGV[3]", "holder and holder ~= ARGV[3]"
+    ),
     "epoch-not-risen": _script("lib", "redis.call('SET', counter, epoch)", "redis.call('SET', counter, 0)"),
     "epoch-by-counter": _script("lib", "math.max(counted, now, least)", "math.max(counted, least)"),
     "lost-entry-counted-back": _script("drop", "if waits then", "do"),

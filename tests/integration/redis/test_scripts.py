@@ -134,6 +134,36 @@ async def test_key_that_would_stay_holds_a_shard_for_one_lease(
     assert await lease(scripts, "renew", epoch) == 1
 
 
+@pytest.mark.parametrize("last", ["1:2:3", "foreign", "7 x", "7 9007199254740000", "", None])
+async def test_foreign_lease_ends_whatever_the_last_epoch_of_its_shard_says(
+    client: Any, scripts: Scripts, last: str | None
+) -> None:
+    await client.set(KEYS.lease(SHARD), "foreign")
+    if last is not None:
+        await client.set(KEYS.shard_epoch(SHARD), last)
+    assert await lease(scripts, "acquire") == 0
+    assert 0 < await client.pttl(KEYS.lease(SHARD)) <= 5000
+
+
+@pytest.mark.parametrize("command", [["SET", "7"], ["SET", "1:2:3"], ["HSET", "a", "field"]])
+async def test_renewal_writes_the_last_epoch_of_its_shard_again(
+    client: Any, scripts: Scripts, command: list[str]
+) -> None:
+    name, *words = command
+    mine = await lease(scripts, "acquire")
+    await client.delete(KEYS.shard_epoch(SHARD))
+    await client.execute_command(name, KEYS.shard_epoch(SHARD), *words)
+    assert await lease(scripts, "renew", mine) == 1
+    assert await client.get(KEYS.shard_epoch(SHARD)) == f"{mine} 5000".encode()
+
+
+async def test_lease_is_lost_where_the_last_epoch_of_its_shard_is_a_hash(client: Any, scripts: Scripts) -> None:
+    mine = await lease(scripts, "acquire")
+    await client.delete(KEYS.lease(SHARD), KEYS.shard_epoch(SHARD))
+    await client.hset(KEYS.shard_epoch(SHARD), "a", "field")
+    assert await lease(scripts, "renew", mine) == 0
+
+
 async def test_standby_with_a_shorter_lease_leaves_the_holders(client: Any, scripts: Scripts) -> None:
     key = KEYS.lease(SHARD)
     mine = await lease(scripts, "acquire", ms=60_000)

@@ -90,6 +90,16 @@ def test_stats_are_renewed_when_their_time_changes() -> None:
     now = {"a": BUSY, "b": BUSY | {"time_ms": "8"}, "c": BUSY}
     assert renewed_at(now, before, 11.0) == {"a": 3.0, "b": 11.0, "c": 11.0}
     assert renewed_at({"a": BUSY}, None, 11.0) == {"a": 11.0}
+    after_an_outage = 10.1 + STALE_S
+    assert renewed_at({"a": BUSY}, before, after_an_outage) == {"a": after_an_outage}
+
+
+def test_lease_serves_nothing_without_a_scheduler_that_writes_statistics() -> None:
+    """A foreign value may stand in the place of a lease."""
+    stats = {"a": BUSY | {"workers": "1"}}
+    look = Snapshot(100.0, frozenset("a"), {"w": {}}, stats, renewed={"a": 100.1 - STALE_S})
+    assert look.is_served
+    assert not replace(look, renewed={"a": 99.9 - STALE_S}).is_served
 
 
 ASLEEP = Placement(False, load_ms=5000, wake_ms=(6000, 7000, 8000, 9000))
