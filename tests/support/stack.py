@@ -44,7 +44,9 @@ class RedisServer:
         self._log = directory / "redis.log"
         self._argv = [
             str(server), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", "",
-            "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction", *options,
+            "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction",
+            "--lazyfree-lazy-user-flush", "no",  # Valkey else frees what a test left during the next one
+            *options,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
         self.client: Any = redis.Redis(port=self.port, socket_timeout=60)  # its replies are typed as bytes or text

@@ -53,6 +53,7 @@ async def in_process(settings: GatewaySettings, text: ModelText) -> AsyncIterato
     with pytest.MonkeyPatch.context() as patch:
         for name in LOOKS:
             patch.setattr(f"services.gateway.{name}", EVERY_S)
+        patch.setattr("services.gateway.delivery.response_store.PATIENCE_S", 60.0)  # a busy machine is no failure
         running = Gateway(settings, text)
         await running.start()
         try:
