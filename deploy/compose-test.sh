@@ -7,12 +7,13 @@
 # stopped at the end. Base images that cannot be pulled get stand-ins made from Debian's own packages under the official
 # names: no registry is needed. Anywhere else it says what is missing and fails. Measured on
 # two shared cores, one run each: 38 s and 88 s warm (images built before), 10 minutes cold.
-# COMPOSE_TEST_PORT (18080) is the loopback port that the stack gets, gRPC the next but one.
+# COMPOSE_TEST_PORT (11080, none of those that tests choose from) is the loopback port that the stack gets, gRPC the next
+# but one.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PROJECT=orcinus-test
-export PORT=${COMPOSE_TEST_PORT:-18080} GRPC_PORT=$((${COMPOSE_TEST_PORT:-18080} + 2)) DEBIAN_FRONTEND=noninteractive
+export PORT=${COMPOSE_TEST_PORT:-11080} GRPC_PORT=$((${COMPOSE_TEST_PORT:-11080} + 2)) DEBIAN_FRONTEND=noninteractive
 # The stack under test is the default one, whatever the caller's shell or .env holds.
 unset MODEL SERVED_MODEL_NAME DEVICE GPU POLICY PROCESSES LOG_LEVEL WORKER_MEMORY GATEWAY_MEMORY REDIS_MEMORY COMPOSE_PROFILES
 
