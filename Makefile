@@ -94,6 +94,7 @@ test-stack: install-dev kernels-build ## all services as real processes
 	$(PY) -m pytest $(WAITING) $(or $(TESTS),tests/stack)
 
 test-kernels: install-dev kernels-build ## operations of every backend against float64, the CUDA ones on the emulator
+	$(PY) -m tests.kernels.build
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/emulator tests/kernels)
 
 test-engine: install-dev kernels-build ## the engine against transformers
@@ -204,6 +205,7 @@ kernels-build: install ## compile the CPU kernels for this machine now instead o
 
 # As test-kernels and test-engine, in one run: each of its processes imports torch and transformers once.
 kernels-check: install-dev kernels-build ## test every kernel and the engine, CUDA on the emulator; compile CUDA kernels that changed, compare their registers, look for local memory, count bank conflicts (no GPU needed)
+	$(PY) -m tests.kernels.build
 	$(PY) -m pytest $(PARALLEL) tests/emulator tests/kernels tests/engine -m "not slow"
 	$(PY) -m kernels.cuda.check
 	$(PY) -m tests.kernels.cuda.banks --changed
@@ -211,7 +213,7 @@ kernels-check: install-dev kernels-build ## test every kernel and the engine, CU
 # The sanitizers' runtime must be loaded first; Python itself never frees all its memory. A test's time limit is not for
 # compiling.
 sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels under AddressSanitizer and UBSan
-	$(PY) -m tests.kernels.build_sanitized
+	$(PY) -m tests.kernels.build sanitized
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -m sanitized
 

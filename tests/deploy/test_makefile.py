@@ -216,6 +216,12 @@ def test_every_setting_of_the_help_is_taken_and_a_misspelt_one_refused(checkout:
     assert "unknown setting MODLE" in refused.stderr
 
 
+@pytest.mark.parametrize("target", ["test-kernels", "kernels-check", "sanitizers"])
+def test_kernels_are_compiled_before_their_tests(checkout: Path, target: str) -> None:
+    planned = make(checkout, "-n", target).stdout
+    assert 0 < planned.index("tests.kernels.build") < planned.index("-m pytest")
+
+
 STAGES = {
     "install": "install-dev",
     "lint-and-build": "lint kernels-build",

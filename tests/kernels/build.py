@@ -1,19 +1,21 @@
-"""Compile all kernels with sanitizers: `python -m tests.kernels.build_sanitized`, before `make sanitizers` tests them.
+"""Compile all kernels that tests run: `python -m tests.kernels.build`; with `sanitized`, those of `make sanitizers`.
 
-On a slow or busy machine a test that compiles could reach its time limit, and the compiler its own: CI runs this at low
-priority.
+Make calls it before the tests of kernels. On a slow or busy machine a test that compiles could reach its time limit,
+and the compiler its own.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 from kernels.cpu import build
 from kernels.cuda import loader
-from kernels.emulator.program import SANITIZERS, compiled
+from kernels.emulator.program import RACES, SANITIZERS, compiled
 from tests.kernels import cpu_variants
 
 COMPILE_S = 1800
@@ -24,12 +26,13 @@ def main() -> None:
     """Compile what no earlier run has left in the cache. Raise BuildError."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     build.COMPILE_S = COMPILE_S
-    cpu_variants.keep_to("sanitized")
-    for name in cpu_variants.sanitized():
+    sanitized = sys.argv[1:] == ["sanitized"]
+    for name in cpu_variants.sanitized() if sanitized else cpu_variants.names():
         cpu_variants.path(name)
     begun = time.monotonic()
+    emulated = product((SANITIZERS,) if sanitized else (RACES, ()), loader.sources())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda source: compiled(source, (loader.SOURCES,), SANITIZERS), loader.sources()))
+        list(pool.map(lambda each: compiled(each[1], (loader.SOURCES,), each[0]), emulated))
     print(f"the emulated kernels are compiled, {time.monotonic() - begun:.0f} s")
 
 
