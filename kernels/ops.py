@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.formats import FLOAT8, TABLES, W8A8, GroupFormat
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
@@ -121,16 +123,6 @@ class Batch:
     """How many of these, the last ones, are rows before prompt tokens to score: the pass is not a compiled one."""
 
 
-FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""E2M1, the floats of 4 bits: sign, two bits of exponent, one of fraction (OCP Microscaling Formats 1.0, 5.3.3)."""
-IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
-"""Numbers of GGUF's IQ4_NL and IQ4_XS (`kvalues_iq4nl` of https://github.com/ggml-org/llama.cpp, ggml-common.h)."""
-TABLES = {"float4": FLOAT4, "iq4": IQ4}
-"""Name -> the numbers that 4 bits choose from, exact in bfloat16 (kernels/cpu/src/formats/groups.h)."""
-
-
-W8A8 = "w8a8"
-"""The format of Groups with rounds_rows."""
 W8A8_INPUTS = (2**31 - 1) // (127 * 128)
 """With more, a sum of products may not fit into 32 bits."""
 
@@ -142,7 +134,7 @@ class Groups:
     A weight is scale * number - min where there are minima, else scale * (number - 8), or 128 with 8 bits; in float32
     with one rounding. Where there are minima each scale * number is exact, as with scales of at most 24 - bits
     significant bits, so that a multiply-add rounds like a product and a difference. With a `table` it is
-    scale * TABLES[table][number]; with float8 the bytes are themselves numbers of E4M3FN, none of them a NaN.
+    scale * TABLES[table][number]; with FLOAT8 the bytes are themselves numbers of E4M3FN, none of them a NaN.
 
     With `rounds_rows` (W8A8: 8 bits, a row is one group, no minima) a row x of activations is rounded, too. In float32,
     s = max |x| / 127 and c = x / s, to the nearest integer, ties to even, from -127 to 127. An output is
@@ -156,23 +148,21 @@ class Groups:
     numbers: Tensor  # [rows, inputs] uint8, contiguous, below 2^bits
     scales: Tensor  # [rows, ceil(inputs / group)] float32, contiguous
     mins: Tensor | None = None  # as scales
-    table: str = ""  # of TABLES, or float8
+    table: str = ""  # of TABLES, or FLOAT8
     rounds_rows: bool = False
 
     @property
-    def weight_format(self) -> str:
-        """Return the name of a format of these bits and groups; a backend may have none (Ops.group_formats)."""
+    def group_format(self) -> str:
+        """Return the name of the format; a backend may have no kernels for it (Ops.group_formats)."""
         if self.rounds_rows:
             return W8A8
-        if self.table:
-            return f"{self.table}-{self.group}"
-        return f"int{self.bits}-{self.group}{'' if self.mins is None else '-mins'}"
+        return GroupFormat(self.bits, self.group, self.mins is not None, self.table).name
 
     def plain(self) -> Tensor:
         """Return the weights, [rows, inputs] float32."""
         inputs = self.numbers.shape[1]
         scales = self.scales.repeat_interleave(self.group, 1)[:, :inputs]
-        if self.table == "float8":
+        if self.table == FLOAT8:
             return self.numbers.view(torch.float8_e4m3fn).float() * scales
         if self.table:
             return torch.tensor(TABLES[self.table])[self.numbers.int()] * scales
@@ -488,7 +478,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     weight_formats: frozenset[str] = frozenset()
     """Formats of pack_linear beside the model's type; kernels/cpu/src/formats/ says what each is."""
     group_formats: frozenset[str] = frozenset()
-    """Formats of pack_groups (Groups.weight_format): int4-32, int8-128-mins and so on."""
+    """Formats of pack_groups (Groups.group_format): int4-32, int8-128-mins and so on."""
     packs_experts: bool = True
     """Whether pack_experts takes what pack_groups gives, where there is such a thing."""
     packs_tables: bool = True

@@ -25,6 +25,7 @@ from bench.kernels.backends import instructions
 from bench.kernels.rows import torch_packs
 from kernels.cpu.commands import BFLOAT16, FLOAT32, Command, LinearArgs, Step, command
 from kernels.cpu.library import Library, load
+from kernels.formats import W8A8, GroupFormat
 
 CHUNK_US = 500
 SHAPES = ("1024x512", "512x512", "2816x512", "512x1408", "8192x512", "1152x896", "896x896", "9728x896", "896x4864")
@@ -59,16 +60,15 @@ def measure(
     plain_copies = max(1, options.megabytes * 1_000_000 // (outputs * inputs * dtype.itemsize))
     grouped = name in library.group_formats
     weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(min(copies, 4))]
-    group, mins = (int(name.split("-")[1]), name.endswith("mins")) if "-" in name else (inputs, False)
-    bits = 2 if name.startswith("int2") else 4 if name.startswith(("int4", "float4", "iq4")) else 8
-    numbers = [torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8) for _ in weights]
-    scales = torch.rand(outputs, -(-inputs // group)) / 8
+    kind_of_groups = GroupFormat(8, inputs) if name == W8A8 or not grouped else GroupFormat.parse(name)
+    numbers = [torch.randint(0, 1 << kind_of_groups.bits, (outputs, inputs), dtype=torch.uint8) for _ in weights]
+    scales = torch.rand(outputs, -(-inputs // kind_of_groups.group)) / 8
     packed = []
     for i in range(copies):
         memory = torch.empty(library.packed_bytes(weight_format, outputs, inputs) + 64, dtype=torch.uint8)
         at = -(-memory.data_ptr() // 64) * 64
         source = (numbers if grouped else weights)[i % len(weights)]
-        held = scales.data_ptr(), scales.data_ptr() if mins else None
+        held = scales.data_ptr(), scales.data_ptr() if kind_of_groups.has_mins else None
         kind = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
         library.pack(weight_format, at, shape, 0, outputs, source.data_ptr(), kind, *(held if grouped else ()))
         packed.append((memory, at))

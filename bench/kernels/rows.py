@@ -23,7 +23,7 @@ ADAPTERS, RANK = 8, 16
 FEW, GROUP = (1, 8, 16), 128
 """Of packed matrices: rows as decode has them; inputs that share a scale, in 4 bits also a zero point, as in AWQ."""
 PACKINGS = {"q4": "int4-128-mins", "fp8": "float8-128"}
-"""Kind of a packed matrix -> Groups.weight_format."""
+"""Kind of a packed matrix -> Groups.group_format."""
 Peers = dict[str, Callable[[], Sequence[Thunk]]]
 
 
@@ -41,9 +41,11 @@ def rows(plan: Plan, formats: Collection[str]) -> list[Maker]:
     }
     cases = [(f"{op} {count}", partial(make, count)) for op, make in kinds.items() for count in plan.rows]
     products = [(f"linear {count}", partial(linear, count)) for count in plan.linear_rows]
-    held = [kind for kind, weight_format in PACKINGS.items() if weight_format in formats]
+    kinds_there = [kind for kind, name in PACKINGS.items() if name in formats]
     counts = sorted({*FEW, *plan.linear_rows})
-    packed = [(f"linear_{kind} {count}", partial(linear_packed, kind, count)) for kind in held for count in counts]
+    packed = [
+        (f"linear_{kind} {count}", partial(linear_packed, kind, count)) for kind in kinds_there for count in counts
+    ]
     return [*cases, *products, *packed]
 
 

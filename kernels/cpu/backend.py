@@ -258,7 +258,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             groups = part if isinstance(part, Groups) else None
             numbers = part.numbers if isinstance(part, Groups) else part
             source = FLOAT32 if groups else dtype_code(numbers.dtype)
-            name = groups.weight_format if groups else weight_format or DTYPE_NAMES[numbers.dtype]
+            name = groups.group_format if groups else weight_format or DTYPE_NAMES[numbers.dtype]
             number = self.library.weight_formats[name]
             if packed is None:
                 memory = large(self.library.packed_bytes(number, outputs, inputs))

@@ -27,6 +27,7 @@ from kernels.cuda.operations.experts import Experts, PackedExperts, stacked
 from kernels.cuda.operations.quantized import Quantized
 from kernels.cuda.operations.sampling import Sampler
 from kernels.cuda.planner import Planner, Room
+from kernels.formats import CUDA_FORMATS
 from kernels.ops import (
     Attention,
     Batch,
@@ -94,7 +95,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     """See kernels.ops. Models in bfloat16 or float16; those in float32 are the reference backend's."""
 
     overlaps = True
-    group_formats = quantized.FORMATS
+    group_formats = CUDA_FORMATS
     packs_experts = packs_tables = False
 
     def __init__(self, gpu: Device) -> None:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.formats import W8A8
 from kernels.ops import (
-    W8A8,
     Attention,
     Batch,
     CacheShape,
@@ -106,8 +106,8 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         scales = torch.empty(outputs, device=self.device)
         first = 0
         for part in parts:
-            if part.weight_format not in self.group_formats:
-                raise ValueError(f"weights in {part.weight_format}: the {self.name} backend has no kernels for them")
+            if part.group_format not in self.group_formats:
+                raise ValueError(f"weights in {part.group_format}: the {self.name} backend has no kernels for them")
             rows = slice(first, first + len(part.numbers))
             weight[rows], scales[rows] = part.numbers.to(torch.int16) - 128, part.scales[:, 0]
             first = rows.stop

@@ -17,12 +17,13 @@ from typing import Any
 
 import psutil
 
+from kernels.formats import CUDA_FORMATS, FLOAT8, ROUNDINGS, GroupFormat
 from services.launcher.gpu.facts import device_files, gather_driver
 from services.worker.gpu_choice import demands_gpu, lacks_kernels, may_use_gpu, stays_on_cpu
 from services.worker.models.config import DecoderConfig, load_config, rank_config
 from services.worker.models.matrices import shapes, tables
 from services.worker.models.registry import FAMILIES
-from services.worker.models.stored import GPU_TYPES, HELD_BITS, Stored, read_stored, stored_of_gguf
+from services.worker.models.stored import GGUF_FORMATS, Stored, read_stored, stored_of_gguf
 from shared.errors import ConfigurationError, ModelError
 from shared.messages import quantity
 from shared.models.gguf.config import config_of
@@ -43,7 +44,6 @@ HEAD_STEP = 16
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EXPERTS = re.compile(r"\.experts\.|_exps\.|\.ffn_(gate|up|down)\.\d")
 """In the names of experts' matrices, other than a shared one's."""
-ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
 _GGUF_TABLES = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
 UNROUNDED = (
     "embed", "wte", "wpe", "lm_head", ".gate.weight", "expert_gate.weight", "router.weight", "ffn_gate_inp", "bias",
@@ -97,11 +97,11 @@ class ModelFacts:
                 total += int(count * (self.packed_bits[name] if is_packed else bits))
             elif self.stored is not None and name.endswith(WORDS):
                 word = 8 if name.endswith("_blocks") else 32
-                numbers, scale = word // self.stored.bits * count, 64 if self.stored.zeros else 32
+                numbers, scale = word // self.stored.bits * count, 64 if self.stored.has_mins else 32
                 is_packed = kept and self.stored.unit > 0  # in a W8A8 checkpoint the worker refuses words
                 total += word * count + numbers * scale // self.stored.unit if is_packed else numbers * bits
             elif self.stored is None or not name.endswith(SCALES + UNPACKED):
-                total += count * (ROUNDED_BITS.get(worker.quantize, bits) if is_matrix else bits)
+                total += int(count * (_rounded_bits(worker, bits) if is_matrix else bits))
         return total // 8
 
 
@@ -131,7 +131,7 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
                     if dtype == "I8":
                         packed[name] = 8
                     elif dtype == "F8_E4M3" and stored is not None and stored.unit:
-                        packed[name] = 8 + 32 / stored.unit
+                        packed[name] = GroupFormat(8, stored.unit, table=FLOAT8).bits_per_weight
     read_json(model / "tokenizer.json", remedy=_again(model))
     return ModelFacts(_dtype(config), tensors, stored, packed)
 
@@ -145,8 +145,9 @@ def _read_gguf(model: Path, load_format: str) -> ModelFacts:
     read_bounded(model / "tokenizer.json")
     places = {_GGUF_TABLES.get(tensor.name, tensor.name): tensor for tensor in file.tensors.values()}
     tensors = {name: tensor.shape for name, tensor in places.items()}
-    packed = {name: HELD_BITS[one.type.name] for name, one in places.items() if one.type.name in HELD_BITS}
-    on_gpu = frozenset(name for name, tensor in places.items() if tensor.type.name in GPU_TYPES)
+    formats = {name: GGUF_FORMATS[one.type.name] for name, one in places.items() if one.type.name in GGUF_FORMATS}
+    packed = {name: format_.bits_per_weight for name, format_ in formats.items()}
+    on_gpu = frozenset(name for name, format_ in formats.items() if format_.name in CUDA_FORMATS)
     return ModelFacts(_dtype(config), tensors, stored_of_gguf(file), packed, on_gpu)
 
 
@@ -176,14 +177,14 @@ def expected_bytes(
     config: its config.json; decoder: what was read of it, as in `held_bytes`.
     """
     dtype, stored = _dtype(config), read_stored(config, "config.json")
-    held = ROUNDED_BITS.get(worker.quantize, 8 * _held_item_bytes(dtype, worker))
+    held = _rounded_bits(worker, 8 * _held_item_bytes(dtype, worker))
     if stored is not None:
         if stored.method == "mxfp4":  # of 4.25 bits in the file, 5 are held
-            return weights_bytes * 4 * (5 if _keeps(stored, worker, decoder) else held) // 17
+            return int(weights_bytes * 4 * (5 if _keeps(stored, worker, decoder) else held)) // 17
         has_experts = any("experts" in field for field in config)  # nearly all of the weights
         kept = _keeps(stored, worker, decoder) and not (has_experts and _on_gpu(worker))
-        return weights_bytes if kept else weights_bytes * held // stored.bits
-    return weights_bytes * held // (8 * ITEM_BYTES.get(dtype, 4))
+        return weights_bytes if kept else int(weights_bytes * held) // stored.bits
+    return int(weights_bytes * held) // (8 * ITEM_BYTES.get(dtype, 4))
 
 
 def shape_problem(model: Path, load_format: str) -> str:
@@ -270,8 +271,9 @@ def size_problem(
             return ""
     else:
         needed, free = replicas * held_bytes + WORK_BYTES, free_memory()
-        smaller = {"none": ["--quantize int8 or int4"], "int8": ["--quantize int4"]}.get(worker.quantize, [])
-        remedies = [*([] if is_quantized else smaller), *(["fewer replicas"] if replicas > 1 else [])]
+        smaller = [name for name, rounding in ROUNDINGS.items() if rounding.bits_per_weight < _rounded_bits(worker)]
+        quantize = [f"--quantize {' or '.join(smaller)}"] if smaller and not is_quantized else []
+        remedies = [*quantize, *(["fewer replicas"] if replicas > 1 else [])]
         if needed <= free:
             return ""
     choices = ", ".join(["a smaller model", *remedies])
@@ -308,6 +310,12 @@ def _held_item_bytes(dtype: str, worker: WorkerSettings) -> int:
     elif dtype == "float16" and not _on_gpu(worker):
         dtype = "float32"
     return ITEM_BYTES.get(dtype, 4)
+
+
+def _rounded_bits(worker: WorkerSettings, bits: float = math.inf) -> float:
+    """Return the bits of a weight that --quantize rounds; `bits` where it rounds none."""
+    rounding = ROUNDINGS.get(worker.quantize)
+    return bits if rounding is None else rounding.bits_per_weight
 
 
 def _keeps(stored: Stored, worker: WorkerSettings, config: DecoderConfig | None) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kernels.cuda.calls import BF16, MAX_NORM_HIDDEN, VECTOR, decode_block, tokens_per_item
+from kernels.formats import ROUNDINGS, W8A8
 from services.worker.models.config import DecoderConfig
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from shared.settings import WorkerSettings  # pydantic: an engine in process does without
 
-KERNELS = {"int8": ("cpu",), "int4": ("cpu", "cuda", "emulator"), "w8a8": ("reference", "cpu")}
+KERNELS = {W8A8: ("reference", "cpu")} | {name: rounding.backends for name, rounding in ROUNDINGS.items()}
 """Value of --quantize, or Stored.method -> the backends (`Ops.name`) that multiply it; all do where it is not here."""
 BLOCK_TOKENS = 16  # the C++ kernels' blocks are multiples of it, the CUDA kernels' are it times a power of two
 

@@ -120,7 +120,7 @@ def test_groups_and_stacks_are_multiplied_or_refused(ops: AnyOps) -> None:
     numbers = torch.from_numpy(np.random.default_rng(4).integers(0, 16, (40, 64), np.uint8))
     part = Groups(4, 32, numbers, random((40, 2), 5, torch.float32))
     x, plain, bias = (random(shape, at, torch.float32) for at, shape in enumerate([(5, 64), (7, 64), (47,)]))
-    if part.weight_format not in ops.group_formats:
+    if part.group_format not in ops.group_formats:
         with pytest.raises(ValueError, match=f"{ops.name} backend has no kernels"):
             ops.pack_groups(iter([part]), 40, 64, None)
         return
@@ -140,7 +140,7 @@ def test_w8a8_is_its_formula_to_the_bit_or_refused(ops: AnyOps, dtype: torch.dty
     rng, size = np.random.default_rng(5), (40, 2104)
     numbers, scales = rng.integers(0, 256, size, np.uint8), rng.uniform(0.01, 2, (40, 1)).astype(np.float32)
     part = Groups(8, size[1], torch.from_numpy(numbers), torch.from_numpy(scales), rounds_rows=True)
-    if part.weight_format not in ops.group_formats:
+    if part.group_format not in ops.group_formats:
         with pytest.raises(ValueError, match="has no kernels"):
             ops.pack_groups(iter([part]), *size, None)
         with pytest.raises(ValueError, match="has no kernels"):

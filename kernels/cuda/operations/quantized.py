@@ -16,10 +16,9 @@ from torch import Tensor
 
 from kernels.cuda import calls
 from kernels.cuda.device import Device, dtype_name, launch, pointer, put
+from kernels.formats import CUDA_FORMATS
 from kernels.ops import Groups
 
-FORMATS = frozenset({"int4-32", "int4-32-mins", "int4-128", "int4-128-mins", "float8-32", "float8-128"})
-"""Those of Groups.weight_format that are held as they come."""
 PACKINGS = {packing.bits: packing for packing in (calls.Q4, calls.FP8)}
 """By Groups.bits."""
 MOST_ROWS = 64
@@ -55,23 +54,23 @@ def pack(gpu: Device, parts: Iterable[Groups], outputs: int, inputs: int, bias: 
     """Return the parts, one under the other. Raise ValueError for parts of another format, or too few or many rows."""
     calls.demand_vectors(inputs)
     tiles, units = -(-outputs // TILE), -(-inputs // UNIT)
-    weight_format, group, first = "", UNIT, 0
+    name, group, first = "", UNIT, 0
     packing, numbers = calls.Q4, gpu.empty((0,), torch.uint8)
     scales: list[Tensor] = []
     for part in parts:
-        if not weight_format:
-            weight_format, group = part.weight_format, part.group
-            if weight_format not in FORMATS:
-                known = ", ".join(sorted(FORMATS))
-                raise ValueError(f"weights in {weight_format}: the cuda backend has no kernels for it, but for {known}")
+        if not name:
+            name, group = part.group_format, part.group
+            if name not in CUDA_FORMATS:
+                known = ", ".join(sorted(CUDA_FORMATS))
+                raise ValueError(f"weights in {name}: the cuda backend has no kernels for it, but for {known}")
             packing = PACKINGS[part.bits]
             zero = 0 if part.table else 8
             numbers = _filled(gpu, (tiles * TILE, units * UNIT), torch.uint8, zero)
             held = (tiles * TILE, units * (UNIT // group))
             scales = [_filled(gpu, held, torch.float32, 0) for _ in range(1 if part.mins is None else 2)]
         rows, width = part.numbers.shape
-        if part.weight_format != weight_format or width != inputs:
-            raise ValueError(f"rows of {width} numbers in {part.weight_format} were given after others")
+        if part.group_format != name or width != inputs:
+            raise ValueError(f"rows of {width} numbers in {part.group_format} were given after others")
         if first + rows > outputs:
             raise ValueError(f"{first + rows} rows were given for a weight of {outputs}")
         _put_rows(gpu, part.numbers, numbers, first)
@@ -79,7 +78,7 @@ def pack(gpu: Device, parts: Iterable[Groups], outputs: int, inputs: int, bias: 
             if values is not None:
                 _put_rows(gpu, values, held_there, first)
         first += rows
-    if first != outputs or not weight_format:
+    if first != outputs or not name:
         raise ValueError(f"{first} rows were given for a weight of {outputs}")
     shape = (tiles, units, packing.tile_words // 32, 32, 4)
     words = _made(gpu, shape, torch.int32, lambda: (_words if packing is calls.Q4 else _words_of_codes)(numbers))

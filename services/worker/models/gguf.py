@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.ops import TABLES, Groups
+from kernels.formats import TABLES
+from kernels.ops import Groups
 from services.worker.models.checkpoint import (
     DTYPES,
     FLOATS,

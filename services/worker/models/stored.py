@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kernels.formats import FLOAT8, ROUNDINGS, W8A8, GroupFormat
 from shared.errors import ModelError
 from shared.messages import shorten
 from shared.models.fields import LARGEST, Fields
@@ -18,7 +19,7 @@ from shared.models.gguf.reader import GgufFile
 
 BITS = (4, 8)
 UNITS = (128, 32)  # groups that kernels have, kernels/cpu/src/formats/groups.h
-REMEDY = "choose the unquantized model, and --quantize int4 or int8 if it is too large"
+REMEDY = f"choose the unquantized model, and --quantize {' or '.join(sorted(ROUNDINGS))} if it is too large"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Stored:
     method: str  # quant_method: compressed-tensors, awq, gptq, fp8 or mxfp4; w8a8, gguf
     bits: int  # of a number as it is held; of a GGUF file, of most numbers
     group: int = 0  # inputs that share a scale; 0: all of a row
-    zeros: bool = False  # each group has a zero point
+    has_mins: bool = False  # each group has a minimum, or a zero point that becomes one
     zero_offset: int = 0  # is added to a zero point as it is stored
     in_order: bool = True  # whether the inputs of a group lie side by side
     block: tuple[int, int] = (0, 0)  # outputs and inputs that share a scale, of fp8 and w8a8; 0: all
@@ -37,7 +38,7 @@ class Stored:
     @property
     def rounds_rows(self) -> bool:
         """Return whether activations are rounded, too; such a matrix has no unpacked form."""
-        return self.method == "w8a8"
+        return self.method == W8A8
 
     @property
     def unit(self) -> int:
@@ -50,16 +51,15 @@ class Stored:
         return next((unit for unit in UNITS if group % unit == 0), 0)
 
     @property
-    def weight_format(self) -> str:
-        """Return the name of the kernels' format, as Groups.weight_format; empty where there is none."""
+    def group_format(self) -> str:
+        """Return the name of the kernels' format, as Groups.group_format; empty where there is none."""
         if not self.unit:
             return ""
-        if table := self.table or _TABLES.get(self.method):
-            return f"{table}-{self.unit}"
-        return f"int{self.bits}-{self.unit}{'-mins' if self.zeros else ''}"
+        table = self.table or _TABLES.get(self.method, "")
+        return GroupFormat(self.bits, self.unit, self.has_mins, table).name
 
 
-_TABLES = {"fp8": "float8", "mxfp4": "float4"}
+_TABLES = {"fp8": FLOAT8, "mxfp4": "float4"}
 """Stored.method -> what its numbers choose from."""
 
 
@@ -78,30 +78,27 @@ def read_stored(config: Mapping[str, Any], where: str) -> Stored | None:
     return _READERS[method](Fields(given, f"{where}: quantization_config", remedy=REMEDY))
 
 
-HELD = {
-    "Q4_0": (4, 32, False, ""), "Q4_1": (4, 32, True, ""), "Q5_0": (8, 32, False, ""), "Q5_1": (8, 32, True, ""),
-    "Q8_0": (8, 32, False, ""), "Q2_K": (2, 16, True, ""), "Q3_K": (4, 16, False, ""), "Q4_K": (4, 32, True, ""),
-    "Q5_K": (8, 32, True, ""), "Q6_K": (8, 16, False, ""), "IQ4_NL": (4, 32, False, "iq4"),
-    "IQ4_XS": (4, 32, False, "iq4"), "MXFP4": (4, 32, False, "float4"),
+GGUF_FORMATS = {
+    name: GroupFormat.parse(format_)
+    for name, format_ in {
+        "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int8-32", "Q5_1": "int8-32-mins", "Q8_0": "int8-32",
+        "Q2_K": "int2-16-mins", "Q3_K": "int4-16", "Q4_K": "int4-32-mins", "Q5_K": "int8-32-mins", "Q6_K": "int8-16",
+        "IQ4_NL": "iq4-32", "IQ4_XS": "iq4-32", "MXFP4": "float4-32",
+    }.items()
 }  # fmt: skip
-"""Packed types of GGUF as `Groups` (kernels/ops.py): bits of a number, inputs that share a scale, whether they have a
-minimum, the table."""
-HELD_BITS = {name: bits + (64 if mins else 32) // group for name, (bits, group, mins, _) in HELD.items()}
-"""Packed types of GGUF -> bits of a weight as it is held, with its float32 scale and minimum."""
-GPU_TYPES = ("Q4_0", "Q4_1", "Q4_K")
-"""Packed types of GGUF that the CUDA kernels multiply; others are unpacked there."""
+"""Packed types of GGUF -> the format of the Groups that they become."""
 
 
 def stored_of_gguf(file: GgufFile) -> Stored | None:
     """Return how the layers' matrices of a GGUF file are packed, by the type of most of them; None for plain ones."""
-    sizes = dict.fromkeys(HELD_BITS, 0)
+    sizes = dict.fromkeys(GGUF_FORMATS, 0)
     for tensor in file.tensors.values():
-        if tensor.name.startswith("blk.") and tensor.type.name in HELD_BITS:
+        if tensor.name.startswith("blk.") and tensor.type.name in GGUF_FORMATS:
             sizes[tensor.type.name] += tensor.size_bytes
     if not any(sizes.values()):
         return None
-    bits, group, mins, table = HELD[max(sizes, key=lambda name: sizes[name])]
-    return Stored("gguf", bits, group, zeros=mins, table=table)
+    most = GGUF_FORMATS[max(sizes, key=lambda name: sizes[name])]
+    return Stored("gguf", most.bits, most.group, has_mins=most.has_mins, table=most.table)
 
 
 def _compressed_tensors(read: Fields) -> Stored:
@@ -143,7 +140,7 @@ def _scheme(read: Fields, name: str, scheme: Any) -> Stored:
         "compressed-tensors",
         weights.raw["num_bits"],
         size,
-        zeros=not weights.flag("symmetric", True),
+        has_mins=not weights.flag("symmetric", True),
         in_order=weights.raw.get("actorder") not in ("group", "dynamic", True),
     )
 
@@ -161,7 +158,7 @@ def _w8a8(group: Fields, weights: Fields) -> Stored:
     _demand(weights, "strategy", ("channel", "tensor"))
     if group.raw.get("output_activations"):
         raise ModelError(f"{group.where}: output_activations is not supported; {REMEDY}")
-    return Stored("w8a8", 8, block=(0 if weights.raw["strategy"] == "tensor" else 1, 0))
+    return Stored(W8A8, 8, block=(0 if weights.raw["strategy"] == "tensor" else 1, 0))
 
 
 def _awq(read: Fields) -> Stored:
@@ -170,7 +167,7 @@ def _awq(read: Fields) -> Stored:
     for key in ("version", "format", "checkpoint_format"):
         _demand(read, key, ("gemm", "GEMM"), "gemm")
     _demand(read, "zero_point", (True,), True)
-    return Stored("awq", 4, _group_size(read), zeros=True)
+    return Stored("awq", 4, _group_size(read), has_mins=True)
 
 
 def _gptq(read: Fields) -> Stored:
@@ -188,7 +185,7 @@ def _gptq(read: Fields) -> Stored:
     offset = 0 if layouts == {"gptq_v2"} else 1
     size = _group_size(read)
     in_order = not read.flag("desc_act") or size == 0  # one group has one order
-    return Stored("gptq", read.raw["bits"], size, zeros=True, zero_offset=offset, in_order=in_order)
+    return Stored("gptq", read.raw["bits"], size, has_mins=True, zero_offset=offset, in_order=in_order)
 
 
 def _fp8(read: Fields) -> Stored:

@@ -290,7 +290,7 @@ class WeightLoader:
         keeps = self.ops.packs_experts or not self._is_of_experts(rows.name)
         pieces = self.method.read(self.source, matrix, self.dtype)
         part = Part(self.ops, len(rows.rows), pieces, self.dtype, keeps)
-        self.packed[bool(part.weight_format)] += 1
+        self.packed[bool(part.group_format)] += 1
         return part
 
     def _is_of_experts(self, name: str) -> bool:
@@ -307,7 +307,7 @@ class WeightLoader:
         stem = self._find(f"{name}.weight").removesuffix(".weight")
         matrix = Matrix(stem, c.vocab_size, c.hidden_size, range(c.vocab_size), range(c.hidden_size))
         part = Part(self.ops, c.vocab_size, self.method.read(self.source, matrix, self.dtype), self.dtype)
-        return self.method.pack(self.ops, [part], c.hidden_size, bias) if part.weight_format else None
+        return self.method.pack(self.ops, [part], c.hidden_size, bias) if part.group_format else None
 
     def _vocab_rows(self, name: str) -> Iterator[Tensor]:
         """Yield the shard's rows of the embedding or the head, and zeros behind them."""

@@ -63,14 +63,14 @@ class Part:
         """
         self.rows = rows
         first = next(pieces)
-        self.weight_format = first.weight_format if isinstance(first, Groups) else ""
-        self.unpacked = self.weight_format not in ("", *(ops.group_formats if keeps else ()))
+        self.group_format = first.group_format if isinstance(first, Groups) else ""
+        self.unpacked = self.group_format not in ("", *(ops.group_formats if keeps else ()))
         """Whether Groups are unpacked."""
         self.pieces: Iterator[Tensor | Groups] = chain([first], pieces)
         if self.unpacked:
-            self.weight_format = ""
+            self.group_format = ""
             if isinstance(first, Groups) and first.rounds_rows:
-                raise ValueError(f"weights in {first.weight_format}: the {ops.name} backend has no kernels for them")
+                raise ValueError(f"weights in {first.group_format}: the {ops.name} backend has no kernels for them")
             self.pieces = (as_piece(piece.plain(), dtype) for piece in self.pieces if isinstance(piece, Groups))
 
 
@@ -92,7 +92,7 @@ class LinearMethod(ABC):
     def read(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:
         """Yield [some of the rows, columns] of the rank's part, from the first row to the last.
 
-        They are in `dtype`, or all are Groups of one weight_format. Pieces are read as they are asked for, so that the
+        They are in `dtype`, or all are Groups of one format. Pieces are read as they are asked for, so that the
         peak of memory is one of them. Raise ModelError.
         """
         name, rows, columns = matrix.tensor, matrix.rows, matrix.columns
@@ -112,13 +112,13 @@ class LinearMethod(ABC):
     def pack(self, ops: AnyOps, parts: list[Part], inputs: int, bias: Tensor | None) -> Any:
         """Return the parts, one under the other, as `multiply` takes them; see Ops.pack_linear."""
         runs, first = [], 0
-        for weight_format, run in groupby(parts, lambda part: part.weight_format):
+        for group_format, run in groupby(parts, lambda part: part.group_format):
             same = list(run)
             rows = sum(part.rows for part in same)
             some = None if bias is None else bias[first : first + rows]
             first += rows
             pieces: Iterator[Any] = (piece for part in same for piece in part.pieces)
-            if weight_format:
+            if group_format:
                 runs.append(ops.pack_groups(pieces, rows, inputs, some))
             else:
                 runs.append(ops.pack_linear(pieces, rows, inputs, some, self.weight_format))

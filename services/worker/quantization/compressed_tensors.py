@@ -26,7 +26,7 @@ class CompressedTensors(StoredMethod):
         source.check(f"{name}.weight_packed", (outputs, self._words(inputs)), ("I32",))
         source.check(f"{name}.weight_scale", (outputs, groups), self.scales())
         source.check(f"{name}.weight_shape", (2,), ("I32", "I64"))
-        if self.stored.zeros:
+        if self.stored.has_mins:
             source.check(f"{name}.weight_zero_point", (self._words(outputs), groups), ("I32",))
         if f"{name}.weight_g_idx" in source or not self.stored.in_order:
             source.check(f"{name}.weight_g_idx", (inputs,), ("I32", "I64"))
@@ -41,7 +41,7 @@ class CompressedTensors(StoredMethod):
                 f"{matrix.outputs} x {inputs}; fetch or convert the file again"
             )
         zeros = group_of = None
-        if self.stored.zeros:
+        if self.stored.has_mins:
             packed = read_whole(source, f"{name}.weight_zero_point", (self._words(matrix.outputs), groups))
             zeros = unpacked(packed.t(), bits).t().float()
         if f"{name}.weight_g_idx" in source:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kernels.formats import FLOAT8
 from kernels.ops import Groups
 from services.worker.models.checkpoint import Source, as_piece, finite
 from services.worker.quantization.base import Matrix
@@ -48,7 +49,7 @@ class Fp8(StoredMethod):
             some = scales[torch.arange(rows.start, rows.stop) // per_row][:, at]
             if unit:
                 cut = held[:, columns.start : columns.stop].contiguous()
-                yield Groups(8, unit, cut, some.contiguous(), table="float8")
+                yield Groups(8, unit, cut, some.contiguous(), table=FLOAT8)
             else:
                 yield as_piece(codes[:, columns.start : columns.stop].float() * some, dtype)
 

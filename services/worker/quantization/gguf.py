@@ -1,8 +1,7 @@
 """GGUF: matrices in the types that the file has, each packed as the `Groups` that its type unpacks to.
 
-Numbers are held in 2, 4 or 8 bits, with float32 scales (and minima) of 32 inputs, of 16 in Q2_K, Q3_K and Q6_K: `HELD`
-of `models/stored.py` lists them, `models/gguf.py` has the formulas. Numbers and products are the file's, so a
-multiplication in float32 has the bits of the unpacked weights.
+`GGUF_FORMATS` of `models/stored.py` lists the format of each type, `models/gguf.py` has the formulas. Numbers and
+products are the file's, so a multiplication in float32 has the bits of the unpacked weights.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kernels.formats import INT4
 from kernels.ops import AnyOps, Groups
 from services.worker.models.checkpoint import Source
 from services.worker.quantization.base import LinearMethod, Matrix
 
-GROUP = 32
+GROUP = INT4.group
 SCALE_BYTES = 4  # float32
 
 
@@ -42,4 +43,4 @@ def rounded(weight: Tensor) -> Groups:
     scales = padded.abs().amax(-1) / 7
     steps = padded / torch.where(scales > 0, scales, 1)[:, :, None]
     numbers = steps.round_().clamp_(-7, 7).add_(8).to(torch.uint8).view(rows, -1)
-    return Groups(4, GROUP, numbers[:, :inputs].contiguous(), scales)
+    return Groups(INT4.bits, GROUP, numbers[:, :inputs].contiguous(), scales)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.ops import FLOAT4, Groups
+from kernels.formats import FLOAT4
+from kernels.ops import Groups
 from services.worker.models.checkpoint import Source, as_piece, finite, powers
 from services.worker.quantization.base import Matrix
 from services.worker.quantization.stored import StoredMethod, row_steps

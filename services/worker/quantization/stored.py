@@ -55,7 +55,7 @@ class StoredMethod(LinearMethod):
         unit = self.stored.unit
         if not self.is_packed(ops):
             return outputs * inputs * dtype.itemsize
-        scales = outputs * -(-inputs // unit) * (8 if self.stored.zeros else 4)
+        scales = outputs * -(-inputs // unit) * (8 if self.stored.has_mins else 4)
         return outputs * inputs * self.stored.bits // 8 + scales
 
     def numerics(self, ops: AnyOps, dtype: torch.dtype) -> str:
@@ -63,7 +63,7 @@ class StoredMethod(LinearMethod):
 
     def is_packed(self, ops: AnyOps) -> bool:
         """Return whether the backend multiplies matrices as they are packed."""
-        return self.stored.weight_format in ops.group_formats
+        return self.stored.group_format in ops.group_formats
 
     @abstractmethod
     def check_stored(self, source: Source, matrix: Matrix) -> None:
@@ -84,7 +84,7 @@ class StoredMethod(LinearMethod):
 
     def scales(self) -> Collection[str]:
         """Return the types that scales may have."""
-        return EXACT_SCALES if self.stored.zeros else SCALES
+        return EXACT_SCALES if self.stored.has_mins else SCALES
 
     def scale_of_outputs(self, source: Source, matrix: Matrix) -> tuple[str, tuple[int, ...]]:
         """Return the name and the shape of a matrix's scales, one for each output or one for all."""

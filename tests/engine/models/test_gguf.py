@@ -17,11 +17,9 @@ from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from safetensors.torch import load_file
 
 from kernels.cpu.library import load
-from kernels.cuda.operations.quantized import FORMATS
 from kernels.ops import Groups
 from services.worker.models.config import load_config
 from services.worker.models.gguf import UNPACK, GgufWeights
-from services.worker.models.stored import GPU_TYPES
 from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix
 from shared.errors import ConfigurationError, ModelError
@@ -34,7 +32,7 @@ from tests.support.checkpoints.models import Reference, make_llama, random_promp
 from tests.support.compiler import demand_compiler, needs_compiler
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
-HELD = {
+FORMATS = {
     "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int8-32", "Q5_1": "int8-32-mins", "Q8_0": "int8-32",
     "Q4_K": "int4-32-mins", "Q5_K": "int8-32-mins", "Q6_K": "int8-16", "MXFP4": "float4-32",
     "Q2_K": "int2-16-mins", "Q3_K": "int4-16", "IQ4_NL": "iq4-32", "IQ4_XS": "iq4-32",
@@ -95,8 +93,7 @@ def test_blocks_are_the_numbers_that_gguf_reads(kind: str) -> None:
         raw.reshape(64, 5, -1)[:, :, 0] %= 255  # 255 is no number, which ggml does not know
     meant = dequantize(raw, GGMLQuantizationType[kind])
     found = UNPACK[kind](torch.from_numpy(raw).view(64, 5, type_.size_bytes))
-    assert found.weight_format == HELD[kind]
-    assert (kind in GPU_TYPES) == (found.weight_format in FORMATS)
+    assert found.group_format == FORMATS[kind]
     assert np.array_equal(found.plain().numpy(), meant, equal_nan=True)
 
 
@@ -106,7 +103,7 @@ def test_weights_are_read_to_the_bit_and_give_their_tokens(origin: Path, tmp_pat
     write_model(origin, model, lambda _: kind, meant)
     config = load_config(model)
     source, method = GgufWeights(config, model), method_of("none", config.stored)
-    assert (config.stored.weight_format if config.stored else None) == HELD.get(kind)
+    assert (config.stored.group_format if config.stored else None) == FORMATS.get(kind)
     for name, weight in load_file(meant / "model.safetensors").items():
         if ".layers." not in name or weight.ndim == 1:
             assert torch.equal(source.take(name, tuple(weight.shape), torch.float32), weight), name
@@ -119,8 +116,8 @@ def test_weights_are_read_to_the_bit_and_give_their_tokens(origin: Path, tmp_pat
         ):
             matrix = Matrix(name.removesuffix(".weight"), weight.shape[0], weight.shape[1], rows, columns)
             pieces = list(method.read(source, matrix, torch.float32))
-            if kind in HELD and not columns.start % 32:
-                assert {piece.weight_format for piece in pieces if isinstance(piece, Groups)} == {HELD[kind]}
+            if kind in FORMATS and not columns.start % 32:
+                assert {piece.group_format for piece in pieces if isinstance(piece, Groups)} == {FORMATS[kind]}
             found = weight[rows.start : rows.stop, columns.start : columns.stop]
             assert torch.equal(plain(pieces), found), name
     assert not source.unread()
@@ -218,8 +215,8 @@ def test_experts_are_cut_out_of_their_stack_to_the_bit(
                 (range(8), range(5, 77)),
             ):
                 pieces = list(method.read(source, Matrix(stem, outputs, inputs, rows, columns), torch.float32))
-                if kind in HELD and not columns.start % 32:
-                    assert {piece.weight_format for piece in pieces if isinstance(piece, Groups)} == {HELD[kind]}
+                if kind in FORMATS and not columns.start % 32:
+                    assert {piece.group_format for piece in pieces if isinstance(piece, Groups)} == {FORMATS[kind]}
                 found = meant[expert, rows.start : rows.stop, columns.start : columns.stop]
                 assert torch.equal(plain(pieces), found), stem
             if name == "gpt-oss":

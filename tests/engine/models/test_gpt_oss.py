@@ -64,7 +64,7 @@ def test_mxfp4_weights_are_those_that_transformers_unpacks(reference: Reference)
             for interleaved in (False, True):
                 matrix = Matrix(name, outputs, inputs, rows, columns, stack=Stack(4, 6, interleaved))
                 pieces = list(method.read(source, matrix, torch.float32))
-                assert {piece.weight_format if isinstance(piece, Groups) else "" for piece in pieces} == {held}
+                assert {piece.group_format if isinstance(piece, Groups) else "" for piece in pieces} == {held}
                 found = plain(pieces)
                 wanted = exact[4, columns.start : columns.stop, rows.start : rows.stop].t()
                 assert torch.equal(found, torch.cat((wanted[0::2], wanted[1::2])) if interleaved else wanted)

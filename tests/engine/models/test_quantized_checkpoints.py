@@ -88,7 +88,7 @@ def test_quantized_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: P
     for name, weight in meant.items():
         outputs, inputs = weight.shape
         whole = read(model, name, weight, range(outputs), range(inputs))
-        assert {piece.weight_format if isinstance(piece, Groups) else "" for piece in whole} == {held}
+        assert {piece.group_format if isinstance(piece, Groups) else "" for piece in whole} == {held}
         assert torch.equal(plain(whole), weight), name
         for rows, columns in (
             (range(3, 30), range(inputs)),
@@ -254,7 +254,7 @@ def test_fp8_weights_are_read_to_the_bit_and_give_their_tokens(
         outputs, inputs = weight.shape
         for columns, cut in ((range(inputs), held), (range(5, inputs), held if not block[1] else "")):
             part = read(model, name, weight, range(3, outputs), columns)
-            assert {piece.weight_format if isinstance(piece, Groups) else "" for piece in part} == {cut}
+            assert {piece.group_format if isinstance(piece, Groups) else "" for piece in part} == {cut}
             assert torch.equal(plain(part), weight[3:, columns.start :]), name
     assert_tokens(Reference(tmp_path / "plain"), model, "reference", count=1)
 
@@ -325,4 +325,4 @@ def test_groups_of_an_input_are_checked_and_shapes_are(tmp_path: Path) -> None:
 
 def test_a_quantized_checkpoint_is_not_rounded_again() -> None:
     with pytest.raises(ConfigurationError, match="quantized already"):
-        method_of("int8", Stored("awq", 4, 128, zeros=True))
+        method_of("int8", Stored("awq", 4, 128, has_mins=True))

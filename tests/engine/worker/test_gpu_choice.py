@@ -16,6 +16,7 @@ from kernels import ops as kernel_ops
 from kernels.cpu.build import BuildError
 from kernels.cuda import gpu
 from kernels.cuda.loader import CudaError
+from kernels.formats import ROUNDINGS
 from kernels.reference.backend import ReferenceOps
 from services.worker import backend
 from services.worker.gpu_choice import KERNELS
@@ -127,6 +128,7 @@ def test_formats_that_some_backends_lack_are_those_of_methods() -> None:
     import kernels.cuda.backend  # noqa: F401 - registers its names
 
     assert KERNELS.keys() < METHODS.keys() | STORED.keys()
+    assert METHODS.keys() == {"none", *ROUNDINGS}
     assert {name for names in KERNELS.values() for name in names} <= set(kernel_ops.names())
 
 

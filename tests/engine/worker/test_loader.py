@@ -31,7 +31,7 @@ from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.models.fingerprint import Fingerprint
 from services.worker.models.matrices import shapes
-from services.worker.models.stored import HELD_BITS
+from services.worker.models.stored import GGUF_FORMATS
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError, ModelError
@@ -173,8 +173,12 @@ def test_peak_memory_of_experts_in_one_tensor_is_little_above_them(tmp_path: Pat
     }  # fmt: skip
     vocabulary = {"general.architecture": "qwen3moe", "tokenizer.ggml.tokens": ["a"]}
     write_file(tmp_path / "x.gguf", {**vocabulary, **{f"qwen3moe.{key}": sizes[key] for key in sizes}}, tensors)
-    packed = sum(math.prod(shape) * HELD_BITS[kind] for kind, shape, _ in tensors.values() if kind in HELD_BITS)
-    assert_peak(tmp_path / "x.gguf", "float32", "cpu", (1, 1, 0), packed // 8)
+    packed = sum(
+        math.prod(shape) * GGUF_FORMATS[kind].bits_per_weight
+        for kind, shape, _ in tensors.values()
+        if kind in GGUF_FORMATS
+    )
+    assert_peak(tmp_path / "x.gguf", "float32", "cpu", (1, 1, 0), int(packed) // 8)
 
 
 def assert_peak(model: Path, held: str, kernels: str, parallel: tuple[int, int, int], bytes_held: int) -> None:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from kernels.cpu.commands import BFLOAT16, FLOAT32, EmbedArgs, LinearArgs, Step, command
 from kernels.cpu.library import Library
-from kernels.ops import TABLES, W8A8_INPUTS, Groups
+from kernels.formats import TABLES
+from kernels.ops import W8A8_INPUTS, Groups
 from tests.kernels import cpu_variants
 from tests.kernels.sequences import HARD_VECTORS
 from tests.support.checkpoints.w8a8 import product
@@ -88,7 +89,7 @@ class Gemm:
         given = [
             (part.numbers, part.numbers.data_ptr(), FLOAT32, *more) for part, more in zip(parts, pointers, strict=True)
         ]
-        return self._pack(parts[0].weight_format, given)
+        return self._pack(parts[0].group_format, given)
 
     def _pack(self, name: str, parts: list[tuple[Any, ...]]) -> Weight:
         """Of each part, its rows and what the library reads them by."""

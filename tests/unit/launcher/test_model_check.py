@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import pytest
 
+from kernels.formats import ROUNDINGS
 from services.launcher.model_check import (
-    ROUNDED_BITS,
     ModelFacts,
     expected_bytes,
     model_problem,
@@ -104,22 +104,22 @@ MXFP4_NUMBERS = 4 * 8 * 64
         (ModelFacts("bfloat16", MIXTURE), {"quantize": "int8"}, 16 * 32 + 2 * 64),  # the router keeps its type
         (ModelFacts("bfloat16", IN_ONE), {}, 2 * (4 * 64 * 96 + 4 * 96 + 4 * 64)),
         (ModelFacts("bfloat16", IN_ONE), {"quantize": "int4"}, 4 * 64 * 96 * 5 // 8 + 2 * (4 * 96 + 4 * 64)),
-        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True, in_order=True)), {}, 128 + 2048 + 1024),
-        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True, in_order=False)), {}, 128 + 8192),  # unpacked
-        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True)), {"kernels": "reference"}, 128 + 8192),
-        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True)), {"device": "cuda"}, 128 + 2048 + 1024),
+        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, has_mins=True, in_order=True)), {}, 128 + 2048 + 1024),
+        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, has_mins=True, in_order=False)), {}, 128 + 8192),
+        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, has_mins=True)), {"kernels": "reference"}, 128 + 8192),
+        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, has_mins=True)), {"device": "cuda"}, 128 + 2048 + 1024),
         (
-            ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True)),
+            ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, has_mins=True)),
             {"device": "cuda", "kernels": "reference"}, 128 + 8192,
         ),
         (
             ModelFacts(
                 "bfloat16", {name.replace("up", "mlp.experts.0.up"): shape for name, shape in GPTQ.items()},
-                Stored("gptq", 4, 32, zeros=True),
+                Stored("gptq", 4, 32, has_mins=True),
             ),
             {"device": "cuda"}, 128 + 8192,
         ),
-        (ModelFacts("bfloat16", AWQ, Stored("awq", 4, 64, zeros=True)), {}, 64 * 128 // 2 + 64 * (128 // 32) * 8),
+        (ModelFacts("bfloat16", AWQ, Stored("awq", 4, 64, has_mins=True)), {}, 64 * 128 // 2 + 64 * (128 // 32) * 8),
         (
             ModelFacts("bfloat16", {"blk.0.ffn_gate.weight": (4, 32), "blk.0.ffn_gate_inp.weight": (2, 32)}),
             {"quantize": "int8"}, 4 * 32 + 2 * 2 * 32,
@@ -223,4 +223,4 @@ def test_model_that_does_not_fit_gets_remedies_that_it_takes(is_quantized: bool,
 
 
 def test_each_value_of_quantize_has_the_bits_of_its_weights() -> None:
-    assert {"none", *ROUNDED_BITS} == set(get_args(WorkerSettings.model_fields["quantize"].annotation))
+    assert {"none", *ROUNDINGS} == set(get_args(WorkerSettings.model_fields["quantize"].annotation))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from services.worker.models.stored import HELD_BITS
+from services.worker.models.stored import GGUF_FORMATS
 from shared.errors import ModelError
 from shared.models.gguf.config import ARCHITECTURES
 from shared.models.gguf.reader import BLOCK_TYPES
@@ -258,6 +258,6 @@ def test_page_names_the_types_and_expressions_that_are_read() -> None:
     row = next(line for line in page.splitlines() if line.startswith("| types of tensors"))
     named = row.split("|")[2].partition(", in any mixture")[0]
     assert set(named.strip().split(", ")) == {type_.name for type_ in BLOCK_TYPES.values()}
-    for name, bits in HELD_BITS.items():
+    for name, format_ in GGUF_FORMATS.items():
         held = next(line for line in page.splitlines() if line.startswith(f"| {name} | d"))
-        assert held.endswith(f" -> {bits} |"), name
+        assert held.endswith(f" -> {format_.bits_per_weight:g} |"), name
