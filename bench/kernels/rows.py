@@ -150,7 +150,7 @@ def rope_and_write(count: int, bench: Bench) -> Case:
 
     def error() -> float:
         found = go(bench.clock.compute(x.clone), ops.prepare(batch, cache), 0)
-        exact = bench.clock.compute(lambda: _turned(x[:, :turned_width].double(), angles[:count], model.head_dim))
+        exact = bench.clock.compute(lambda: _rotate(x[:, :turned_width].double(), angles[:count], model.head_dim))
         width = model.heads * model.head_dim
         q = bench.clock.compute(lambda: error_of(found, exact[:, :width]))
         block = cache.read_block(int(batch.tables[0, 0]))[0]  # [2, kv_heads, block_size, head_dim]
@@ -375,7 +375,7 @@ def _angles(bench: Bench, positions: int) -> Tensor:
     return made
 
 
-def _turned(x: Tensor, angles: Tensor, head_dim: int) -> Tensor:
+def _rotate(x: Tensor, angles: Tensor, head_dim: int) -> Tensor:
     """Return x [N, heads * head_dim] with row n rotated by angles[n]."""
     cos, sin = angles.to(x.dtype)[:, None].chunk(2, dim=-1)
     a, b = x.view(len(x), -1, head_dim).chunk(2, dim=-1)
@@ -391,7 +391,7 @@ def _torch_rope(bench: Bench, x: Tensor, angles: Tensor, layers: int) -> list[Th
     pools = [[bench.clock.empty(count, kv, dtype=bench.dtype) for _ in range(2)] for _ in range(layers)]
 
     def turn_and_write(keys: Tensor, values: Tensor) -> Tensor:
-        turned = _turned(x[:, :width], angles[:count], model.head_dim)
+        turned = _rotate(x[:, :width], angles[:count], model.head_dim)
         keys.index_copy_(0, index, turned[:, -kv:])
         values.index_copy_(0, index, x[:, width:])
         return turned

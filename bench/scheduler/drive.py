@@ -73,7 +73,7 @@ class Drive:
         self.now_ns = 1_000_000_000
         self._tokens = self.random.integers(STOP_ID + 1, VOCAB, (64, limits.slots)).astype(np.int32)
         self._flight: deque[tuple[StepPlan, Outcome | None, int]] = deque()
-        self._added = 0
+        self._next_number = 0
         self._stopping: list[int] = []
         self._stop_ids = np.array([STOP_ID], np.int32)
         sampling = queue_pb2.Sampling(temperature=0.7, top_p=0.9, seed=1)
@@ -89,7 +89,7 @@ class Drive:
 
     def add(self, prompt: Int32, max_tokens: int, *, salt: bytes = b"", ttft_slo_ns: int = 0) -> None:
         """Add one request of one sequence."""
-        number, self._added = self._added, self._added + 1
+        number, self._next_number = self._next_number, self._next_number + 1
         request = NewRequest(
             id=f"req-{number}",
             prompts=[prompt],

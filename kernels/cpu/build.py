@@ -163,7 +163,7 @@ def prebuilt_path(variant: Variant) -> Path:
 def compile_cached(compiler: str, flags: Sequence[str], machine: str) -> Path:
     """Compile unless that was done before. `machine` goes into the name. Raise BuildError."""
     version = run_command([compiler, "-dumpfullversion", "-dumpmachine"])
-    target = _kept(f"{_digest(source_files(), flags, version, machine)}.so")
+    target = _cache_path(f"{_digest(source_files(), flags, version, machine)}.so")
     if not target.is_file():
         with alone(target.parent / "lock"):
             if not target.is_file():
@@ -178,7 +178,7 @@ def compile_cached(compiler: str, flags: Sequence[str], machine: str) -> Path:
     return target
 
 
-def _kept(name: str) -> Path:
+def _cache_path(name: str) -> Path:
     """Return where the library of this name is or may be written. Raise BuildError when there is no such place.
 
     The last one lies among other users' files, so it counts only while no other user can have written into it.

@@ -124,7 +124,7 @@ class Recording:
     max_samples: int
     commands: list[Command] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
-    _kept: list[object] = field(default_factory=list)
+    _references: list[object] = field(default_factory=list)
     _free: list[Tensor] = field(default_factory=list)
     _symbols: dict[int, int] = field(default_factory=dict)  # address of a result -> its rows
     workspace_bytes: int = 0
@@ -143,7 +143,7 @@ class Recording:
             self._free[:] = [other for other in self._free if other is not buffer]
         else:
             buffer = torch.empty(need, dtype=torch.uint8)
-            self._kept.append(buffer)
+            self._references.append(buffer)
             self.workspace_bytes += need
         shown = buffer[:need].view(dtype).view(most, width)
         self._symbols[shown.data_ptr()] = rows
@@ -152,7 +152,7 @@ class Recording:
 
     def emit(self, rows: int, args: ctypes.Structure, step: Step | None, keep: object = None) -> None:
         self.commands.append(command(rows, args))
-        self._kept.append(keep)
+        self._references.append(keep)
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
         # Another tensor on the same buffer: this one would keep it from the commands after its last reader.

@@ -114,8 +114,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._logits_room: Tensor | None = None  # where the next logits go
         self._present: tuple[Tensor, int] | None = None  # of a compiled pass: numbers below zero are rows of padding
         self._counts = [0, 0]  # of the batch that a graph computes: rows, and those that sample
-        self._selected = False  # whether those that sample have been selected in the pass that is recorded
-        self._multiplied = 0  # numbers in the matrices that `linear` was given
+        self._has_selected = False  # whether those that sample have been selected in the pass that is recorded
+        self._weight_numbers = 0  # numbers in the matrices that `linear` was given
 
     def group_numerics(self, dtype: torch.dtype) -> str:
         return " packed"
@@ -133,17 +133,17 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     def prepare(self, batch: Batch, cache: CudaCache) -> CudaPrepared:
         graphs = None if self._graphs is None else self._graphs()
         if graphs is None or graphs.cache is not cache:
-            prepared = self._prepared(batch, cache)
+            prepared = self._prepare(batch, cache)
         else:
             room = graphs.room_for(batch)
-            prepared = self._prepared(batch, cache, graphs.planner, room)
+            prepared = self._prepare(batch, cache, graphs.planner, room)
             if room and prepared.numbers <= graphs.columns.numel():
                 return prepared
         prepared.graph = None
         prepared.send()
         return prepared
 
-    def _prepared(
+    def _prepare(
         self, batch: Batch, cache: CudaCache, planner: Planner | None = None, room: Room | None = None
     ) -> CudaPrepared:
         """Return the metadata, not sent yet. room: of the graph that it is padded for."""
@@ -161,7 +161,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, weight_format: str = ""
     ) -> Packed:
         self.demand_format(weight_format)
-        weight = self._joined(parts, outputs, inputs)
+        weight = self._join(parts, outputs, inputs)
         if bias is None:
             return Packed(weight, weight.t(), None, None)
         return Packed(weight, weight.t(), put(self.gpu, bias), put(self.gpu, bias.to(weight.dtype)))
@@ -175,7 +175,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Packed:
         return self.pack_linear(parts, tokens, hidden, None)
 
-    def _joined(self, parts: Iterable[Tensor], rows: int, width: int) -> Tensor:
+    def _join(self, parts: Iterable[Tensor], rows: int, width: int) -> Tensor:
         whole: Tensor | None = None
         first = 0
         for part in parts:
@@ -190,7 +190,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
 
     def linear(self, x: Tensor, packed: Packed | Quantized | Stacked) -> Tensor:
         out = self._empty(x.shape[0], packed.outputs, x.dtype)
-        self._multiplied += packed.numbers
+        self._weight_numbers += packed.numbers
         first = 0
         for part in packed.parts if isinstance(packed, Stacked) else (packed,):
             self._multiply(x, part, out[:, first : first + part.outputs])
@@ -289,7 +289,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         the batch has, so that ranks agree on them whatever each one pads.
         """
         if self.gpu.is_recording:
-            counts, of_samples, rows = self._counts, self._selected, borrowed(x)
+            counts, of_samples, rows = self._counts, self._has_selected, borrowed(x)
             self.gpu.cut(lambda: self._exchange(rows[: counts[of_samples]], call))
         else:
             self._exchange(x, call)
@@ -316,7 +316,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     def select(self, x: Tensor, prepared: CudaPrepared) -> Tensor:
         rows, width = prepared.samples, x.shape[1]
         out = self._empty(rows, width, x.dtype)
-        self._selected = True
+        self._has_selected = True
         if rows:
             columns = prepared.columns
             call = calls.select(rows, width, x.data_ptr(), out.data_ptr(), columns.address("sample_rows"))
@@ -397,7 +397,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     ) -> Tensor:
         if routing.activation not in calls.ACTIVATIONS:
             raise ValueError(f"{routing.activation}: the {self.name} backend has no kernel for it")
-        self._multiplied += packed.gate_up.numel() + packed.down.numel()  # a step of a few dozen rows reads them all
+        # All experts: a step of a few dozen rows reads them all.
+        self._weight_numbers += packed.gate_up.numel() + packed.down.numel()
         return self._experts.multiply(x, logits, packed, routing, shared, shared_logits, self._present)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
@@ -436,12 +437,12 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         the same logits. Any other is not to be called any more.
         """
         most = min(max_tokens, max_samples)
-        before = self._multiplied
-        attention, vocabulary = self._tried(forward, cache)
+        before = self._weight_numbers
+        attention, vocabulary = self._try_pass(forward, cache)
         if not attention:
             return forward
         # Ranks exchange rows while they record, so all record the same numbers of rows, also where their layers differ.
-        [layer_numbers] = least([(self._multiplied - before) // len(attention)])
+        [layer_numbers] = least([(self._weight_numbers - before) // len(attention)])
         planner = self._attention.planner(attention, cache)
         partial_rows = planner.bounds(Room(max_tokens, most, max_tokens)).partial_rows
         self._attention.reserve(partial_rows, attention[0].heads, cache.shape.head_dim)
@@ -452,32 +453,32 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             logits, columns = earlier.logits, earlier.columns
         else:
             logits = self.gpu.empty((most, vocabulary), torch.float32)
-            numbers = max((self._prepared(NO_ROWS, cache, planner, room).numbers for room in rooms), default=0)
+            numbers = max((self._prepare(NO_ROWS, cache, planner, room).numbers for room in rooms), default=0)
             columns = self.gpu.empty((numbers + most * PAGES_OF_GRAPHS,), torch.int32)
 
         def run(prepared: CudaPrepared) -> Tensor:
             columns = prepared.columns
             self._logits_room, self._present = logits, (columns.tensor, columns.address("slots"))
-            self._selected = False
+            self._has_selected = False
             try:
                 return forward(prepared)
             finally:
                 self._logits_room = self._present = None
 
         graphs = Graphs(self.gpu, run, rooms, columns, cache, planner, logits, self._counts)
-        graphs.record(lambda room: self._prepared(NO_ROWS, cache, planner, room))
+        graphs.record(lambda room: self._prepare(NO_ROWS, cache, planner, room))
         self._graphs = weakref.ref(graphs)
         return graphs
 
-    def _tried(self, forward: Callable[[Any], Tensor], cache: CudaCache) -> tuple[list[Attention], int]:
+    def _try_pass(self, forward: Callable[[Any], Tensor], cache: CudaCache) -> tuple[list[Attention], int]:
         """Return what the layers' attention is, and how many logits a row has; found by computing one padded row."""
-        prepared = self._prepared(NO_ROWS, cache, room=Room(1, 1, 0))
+        prepared = self._prepare(NO_ROWS, cache, room=Room(1, 1, 0))
         prepared.rows = prepared.samples = 1
-        seen = self._attention.seen = []
+        seen = self._attention.layers = []
         try:
             return seen, forward(prepared).shape[1]
         finally:
-            self._attention.seen = None
+            self._attention.layers = None
 
     def _sampler(self, logits: Tensor) -> Sampler:
         rows, vocabulary = logits.shape

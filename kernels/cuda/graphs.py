@@ -92,7 +92,7 @@ class Graphs:
         self._device, self._run = device, run
         self._decode = [room for room in rooms if not room.chunks]
         self._mixed = [room for room in rooms if room.chunks]
-        self._recorded: dict[Room, tuple[Callable[[], None], Tensor]] = {}
+        self._replays: dict[Room, tuple[Callable[[], None], Tensor]] = {}
 
     def room_for(self, batch: Batch) -> Room | None:
         """Return the smallest room with a graph that holds a batch; None where none does."""
@@ -130,7 +130,7 @@ class Graphs:
             return self._run(prepared)
         prepared.send(self.columns)
         self._counts[:] = prepared.rows, prepared.samples
-        replay, result = self._recorded[prepared.graph]
+        replay, result = self._replays[prepared.graph]
         replay()
         return result[: prepared.samples]
 
@@ -140,4 +140,4 @@ class Graphs:
         results = [self._run(prepared)]  # libraries load what they need, and take memory
         replay = self._device.capture(lambda: results.append(self._run(prepared)))
         # The rows that a stage sends on are its result; kept, each graph would have memory of its own for them.
-        self._recorded[room] = replay, borrowed(results[-1])
+        self._replays[room] = replay, borrowed(results[-1])

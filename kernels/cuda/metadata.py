@@ -100,7 +100,7 @@ class Staging:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._sent: deque[tuple[Event, Tensor]] = deque()
+        self._transfers: deque[tuple[Event, Tensor]] = deque()
 
     def stage(self, columns: list[Column]) -> Staged:
         """Write the columns, in this order, to a buffer that no copy reads any more."""
@@ -122,12 +122,12 @@ class Staging:
         if target is None:
             target = self._device.empty((staged.used,), int32)
         self._device.main.copy(target[: staged.used], staged.pinned[: staged.used])
-        self._sent.append((self._device.main.record(), staged.pinned))
+        self._transfers.append((self._device.main.record(), staged.pinned))
         return Columns(target, staged.offsets)
 
     def _buffer(self, numbers: int) -> Tensor:
-        while self._sent and self._sent[0][0].done():
-            _, pinned = self._sent.popleft()
+        while self._transfers and self._transfers[0][0].done():
+            _, pinned = self._transfers.popleft()
             if pinned.numel() >= numbers:
                 return pinned  # a smaller one is let go
         return self._device.pinned((max(SMALLEST_BUFFER, 1 << (numbers - 1).bit_length()),), int32)

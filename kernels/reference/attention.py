@@ -28,7 +28,7 @@ class DecodeGroup:
     tiles: Tensor  # [B * kv_heads * T / block_size] of layer 0's K
     tail: Tensor  # places past a sequence's end in its last block, in the gathered [B * kv_heads * T]
     distance: Tensor  # [B, T] int32: the key's position - the row's; above 0 there is no token
-    hidden: dict[int, Tensor] = field(default_factory=dict)  # by window: [B, 1, 1, T] True where no token is seen
+    masked: dict[int, Tensor] = field(default_factory=dict)  # by window: [B, 1, 1, T] True where no token is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Chunk:
     length: int
     context: int
     tiles: Tensor  # [kv_heads * blocks] of layer 0's K
-    seen: dict[int, Tensor] = field(default_factory=dict)  # by window: [length, context]
+    visible: dict[int, Tensor] = field(default_factory=dict)  # by window: [length, context]
 
 
 def decode_groups(batch: Batch, cache: ReferenceCache) -> list[DecodeGroup]:
@@ -80,13 +80,13 @@ def decode(q: Tensor, group: DecodeGroup, cache: ReferenceCache, layer: int, att
         .view(*q.shape[:2], -1, shape.head_dim)
         for value in (False, True)
     )
-    if attention.window not in group.hidden:
-        group.hidden[attention.window] = ~_seen(group.distance, attention.window)[:, None, None, :]
-    hidden = group.hidden[attention.window]
+    if attention.window not in group.masked:
+        group.masked[attention.window] = ~_is_visible(group.distance, attention.window)[:, None, None, :]
+    hidden = group.masked[attention.window]
     if _is_plain(attention) and attention.slopes is None and q.dtype != torch.float32:
         # Scores must not be rounded to 8 bits on their way to the softmax; SDPA keeps them in float32.
         return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=attention.scale).reshape(q.shape[0], -1)
-    scores = _capped(torch.matmul(q.float(), k.float().transpose(2, 3)).mul_(attention.scale), attention)
+    scores = _cap(torch.matmul(q.float(), k.float().transpose(2, 3)).mul_(attention.scale), attention)
     if attention.slopes is not None:
         scores += attention.slopes.view(shape.kv_heads, -1, 1) * group.distance[:, None, None, :]
     sinks = None if attention.sinks is None else attention.sinks.view(shape.kv_heads, -1, 1)
@@ -134,7 +134,7 @@ def _prefill_by_formula(q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, attention
     """Attend q [length, heads * head_dim] to k and v [kv_heads, context, head_dim] in float32."""
     kv_heads, _, head_dim = k.shape
     rows = q.float().view(chunk.length, kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [kv_heads, group, length, dim]
-    scores = _capped(torch.matmul(rows, k.float()[:, None].transpose(2, 3)).mul_(attention.scale), attention)
+    scores = _cap(torch.matmul(rows, k.float()[:, None].transpose(2, 3)).mul_(attention.scale), attention)
     mask = _chunk_mask(chunk, attention, q.device)
     if attention.slopes is None:
         scores.masked_fill_(~mask, -torch.inf)
@@ -145,7 +145,7 @@ def _prefill_by_formula(q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, attention
     return found.permute(2, 0, 1, 3).reshape(chunk.length, -1).to(q.dtype)
 
 
-def _capped(scores: Tensor, attention: Attention) -> Tensor:
+def _cap(scores: Tensor, attention: Attention) -> Tensor:
     return scores.div_(attention.softcap).tanh_().mul_(attention.softcap) if attention.softcap else scores
 
 
@@ -164,15 +164,15 @@ def _chunk_mask(chunk: Chunk, attention: Attention, device: torch.device) -> Ten
     The latter in float32 whatever the model's type: a bias of eight bits would move whole positions.
     """
     window, slopes = attention.window, attention.slopes
-    if window in chunk.seen and slopes is None:
-        return chunk.seen[window]
+    if window in chunk.visible and slopes is None:
+        return chunk.visible[window]
     positions = torch.arange(chunk.context, dtype=torch.int32, device=device)
     distance = positions - positions[chunk.context - chunk.length :, None]
-    chunk.seen[window] = seen = _seen(distance, window)
+    chunk.visible[window] = seen = _is_visible(distance, window)
     return seen if slopes is None else (slopes[:, None, None] * distance).masked_fill_(~seen, -torch.inf)
 
 
-def _seen(distance: Tensor, window: int) -> Tensor:
+def _is_visible(distance: Tensor, window: int) -> Tensor:
     seen = distance <= 0
     return seen & (distance > -window) if window else seen
 

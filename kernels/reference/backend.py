@@ -98,7 +98,7 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, weight_format: str = ""
     ) -> Packed:
         self.demand_format(weight_format)
-        weight = self._joined(parts, outputs, inputs)
+        weight = self._join(parts, outputs, inputs)
         return Packed(weight, None if bias is None else bias.to(self.device, weight.dtype))
 
     def pack_groups(self, parts: Iterable[Groups], outputs: int, inputs: int, bias: Tensor | None) -> RoundingRows:
@@ -119,9 +119,9 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         return Stacked(tuple(packed))
 
     def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Packed:
-        return Packed(self._joined(parts, tokens, hidden), None)
+        return Packed(self._join(parts, tokens, hidden), None)
 
-    def _joined(self, parts: Iterable[Tensor], rows: int, width: int) -> Tensor:
+    def _join(self, parts: Iterable[Tensor], rows: int, width: int) -> Tensor:
         whole: Tensor | None = None
         first = 0
         for part in parts:
@@ -205,7 +205,7 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
             k = self.norm(k, attention.k_norm)
         if attention.rope is not None:
             angles = attention.rope.index_select(0, prepared.positions)[:, None, :]
-            q, k = _turned(q, angles), _turned(k, angles)
+            q, k = _rotate(q, angles), _rotate(k, angles)
         values = split[:, heads + shape.kv_heads :].reshape(-1, shape.head_dim)
         cache.layer_rows(layer, value=False).index_copy_(0, prepared.write_index, k.reshape(-1, shape.head_dim))
         cache.layer_rows(layer, value=True).index_copy_(0, prepared.write_index, values)
@@ -293,7 +293,7 @@ def _rounding_rows(x: Tensor, packed: RoundingRows) -> Tensor:
     return found if packed.bias is None else found + packed.bias
 
 
-def _turned(x: Tensor, angles: Tensor) -> Tensor:
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Return x [N, heads, head_dim] with its first numbers turned by angles [N, 1, rotary]."""
     rotary = angles.shape[-1]
     cos, sin = angles.chunk(2, dim=-1)

@@ -72,8 +72,8 @@ def run(source: Path, target: Path, settings: BatchSettings, show: bool) -> Summ
     Raises ConfigurationError for a bad file or line before the first request is sent.
     """
     places = _places(source)
-    with _locked(target) as out:
-        done = _done(out, target)
+    with _lock(target) as out:
+        done = _finished_ids(out, target)
         todo = [place for custom_id, place in places.items() if custom_id not in done]
         summary = Summary(lines=len(places), skipped=len(places) - len(todo))
         started = time.monotonic()
@@ -216,7 +216,7 @@ def _places(source: Path) -> dict[str, int]:
             number, place = 0, 0
             for number, text in enumerate(lines, 1):
                 if text.strip():
-                    line = _parsed(text, f"{source}:{number}")
+                    line = _parse(text, f"{source}:{number}")
                     if line.custom_id in places:
                         raise ConfigurationError(
                             f"{source}:{number}: custom_id {line.custom_id!r} occurs twice; make it unique"
@@ -230,10 +230,10 @@ def _places(source: Path) -> dict[str, int]:
 
 def _line_at(lines: BinaryIO, place: int) -> Line:
     lines.seek(place)
-    return _parsed(lines.readline(), f"{lines.name} at {place}")
+    return _parse(lines.readline(), f"{lines.name} at {place}")
 
 
-def _parsed(text: bytes, where: str) -> Line:
+def _parse(text: bytes, where: str) -> Line:
     try:
         return parse_line(text)
     except LineError as error:
@@ -241,7 +241,7 @@ def _parsed(text: bytes, where: str) -> Line:
 
 
 @contextlib.contextmanager
-def _locked(target: Path) -> Iterator[BinaryIO]:
+def _lock(target: Path) -> Iterator[BinaryIO]:
     """Yield OUT, open for reading and appending, under an exclusive lock. Raises ConfigurationError."""
     try:
         out = target.open("a+b")
@@ -257,7 +257,7 @@ def _locked(target: Path) -> Iterator[BinaryIO]:
         yield out
 
 
-def _done(out: BinaryIO, target: Path) -> set[str]:
+def _finished_ids(out: BinaryIO, target: Path) -> set[str]:
     """Return the custom_ids in OUT, and cut off an incomplete last line, which a kill left."""
     done, complete_bytes = set(), 0
     out.seek(0)

@@ -42,7 +42,7 @@ class Target:
     def __str__(self) -> str:
         return f"{self.role} {self.id}" + (f" of {self.keys.model}" if self.shows_model else "")
 
-    def drained(self, drained: bool, text: str) -> Drained:
+    def result(self, drained: bool, text: str) -> Drained:
         """Return the result for it."""
         return Drained(self.role, self.id, drained, text, self.keys.model)
 
@@ -85,7 +85,7 @@ def drain(
             return _drain(client, selected, timeout_s, say)
     except (redis.RedisError, OSError) as error:
         text = f"Redis at {hide_password(url)} stopped answering: {error}"
-        return [target.drained(False, text) for target in selected] or [Drained("", name, False, text)]
+        return [target.result(False, text) for target in selected] or [Drained("", name, False, text)]
 
 
 def targets(client: Any, models: Sequence[str], name: str) -> list[Target]:
@@ -120,16 +120,16 @@ def _running(client: Any, models: Sequence[str], services: Sequence[Target]) -> 
 
 
 def _services(client: Any, keys: Keys, shows_model: bool) -> Iterator[Target]:
-    for gateway in _named(client, keys.alive("gateway", "")):
+    for gateway in _ids_below(client, keys.alive("gateway", "")):
         yield Target("gateway", gateway, b"", keys)
-    for shard in _named(client, keys.lease("")):
+    for shard in _ids_below(client, keys.lease("")):
         yield Target("scheduler", shard, client.get(keys.shard_epoch(shard)) or b"", keys, shows_model)
     for worker in sorted(member.decode() for member in client.zrange(keys.workers, 0, -1)):
         if identity := client.hget(keys.worker(worker), "identity"):
             yield Target("worker", worker, identity, keys, shows_model)
 
 
-def _named(client: Any, prefix: str) -> list[str]:
+def _ids_below(client: Any, prefix: str) -> list[str]:
     pattern = prefix.replace("[", "\\[") + "*"
     return sorted(key.decode().removeprefix(prefix) for key in client.scan_iter(match=pattern, count=1000))
 
@@ -143,8 +143,8 @@ def _drain(client: Any, selected: list[Target], timeout_s: float, say: Callable[
     done: list[Drained] = []
     while left:
         for target, waiting in list(left.items()):
-            if _gone(client, target):
-                done.append(target.drained(True, f"has left after {time.monotonic() - begin:.1f} s"))
+            if _has_left(client, target):
+                done.append(target.result(True, f"has left after {time.monotonic() - begin:.1f} s"))
                 say(f"{target} {done[-1].text}")
                 del left[target]
                 continue
@@ -154,7 +154,7 @@ def _drain(client: Any, selected: list[Target], timeout_s: float, say: Callable[
             break
         time.sleep(POLL_S)
     late = f"has not left after {timeout_s:g} s"
-    return done + [target.drained(False, f"{late}: {states[target]}") for target in left]
+    return done + [target.result(False, f"{late}: {states[target]}") for target in left]
 
 
 def _order(client: Any, target: Target) -> None:
@@ -167,7 +167,7 @@ def _order(client: Any, target: Target) -> None:
         client.set(keys.drain(target.role, target.id), target.start or b"1", px=ORDER_MS)
 
 
-def _gone(client: Any, target: Target) -> bool:
+def _has_left(client: Any, target: Target) -> bool:
     """Return whether this start of the service has ended, or (for a scheduler) another one leads its shard."""
     keys = target.keys
     if target.role == "gateway":

@@ -89,7 +89,7 @@ def add(
         )  # fmt: skip
         _write(client, keys, record)
     if json:
-        print(json_module.dumps({"key": text, **_shown(record, now_s)}))
+        print(json_module.dumps({"key": text, **_as_json(record, now_s)}))
         return
     if namesakes:
         ids = ", ".join(namesakes[:5])
@@ -108,7 +108,7 @@ def list_keys(values: Values, json: Json = False) -> None:
         records = sorted(_records(client, keys), key=lambda record: (record.created_s, record.id))
         last_used_s = {key.decode(): int(at) for key, at in client.hgetall(keys.keys_used).items()}
         had_keys = client.exists(keys.keys_version)
-    rows = [{**_shown(record, now_s), "last_used_s": last_used_s.get(record.id, 0)} for record in records]
+    rows = [{**_as_json(record, now_s), "last_used_s": last_used_s.get(record.id, 0)} for record in records]
     if json:
         print(json_module.dumps({"keys": rows}))
         return
@@ -164,7 +164,7 @@ def revoke(
     if not active:
         print(ALL_GONE, file=sys.stderr)
     text = f"key {key_id} ({record.name}) is revoked" + (" and forgotten" if forget else "")
-    print(json_module.dumps({**_shown(record, now_s), "forgotten": forget}) if json else text)
+    print(json_module.dumps({**_as_json(record, now_s), "forgotten": forget}) if json else text)
 
 
 @contextmanager
@@ -258,7 +258,7 @@ def _moment(text: str, now_s: int) -> int:
     return moment_s
 
 
-def _shown(record: KeyRecord, now_s: int) -> dict[str, Any]:
+def _as_json(record: KeyRecord, now_s: int) -> dict[str, Any]:
     """Return the fields of a record that may be printed: all but the digest."""
     return {name: value for name, value in asdict(record).items() if name != "digest"} | {"state": record.state(now_s)}
 

@@ -36,7 +36,7 @@ def pull(
     from services.hub.progress import Bars, size
     from services.launcher.model_check import model_problem
 
-    bars, wanted, warned = Bars(), _parsed(name), ""
+    bars, wanted, warned = Bars(), _parse_name(name), ""
 
     def look(snapshot: Path, _: int) -> None:
         nonlocal warned
@@ -118,7 +118,7 @@ def rm(
     from services.hub.progress import size
     from services.hub.store import is_in_use, plan_removal, remove
 
-    wanted = _parsed(name)
+    wanted = _parse_name(name)
     if is_in_use(wanted.repository):
         raise ConfigurationError(f"{wanted.repository}: in use by a process that serves it; stop that one first")
     removal = plan_removal(wanted, others, whole="@" not in name)
@@ -139,7 +139,7 @@ def rm(
     print(f"removed {what}{theirs}")
 
 
-def _parsed(name: str) -> HubName:
+def _parse_name(name: str) -> HubName:
     parsed = parse_name(name)
     if parsed is None:
         inside = in_address(name)

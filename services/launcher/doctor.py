@@ -122,7 +122,7 @@ def check_redis(gateway: GatewaySettings, run_dir: Path) -> Check:
         except ConfigurationError as error:
             fix = "docker compose ps redis" if in_image() else "start that Redis, or unset ORCINUS_REDIS_URL"
             return Check("redis", "fail", str(error), fix)
-        return _judged(f"{version} at {hide_password(gateway.redis_url)}", version, version.startswith("Valkey"))
+        return _check_version(f"{version} at {hide_password(gateway.redis_url)}", version, version.startswith("Valkey"))
     try:
         binary = redis_server.binary_for(run_dir)
     except ConfigurationError as error:
@@ -135,10 +135,10 @@ def check_redis(gateway: GatewaySettings, run_dir: Path) -> Check:
     detail = f"{'.'.join(found.groups())} ({binary}), started by the launcher"
     if (int(found[1]), int(found[2])) < redis_server.OLDEST:
         return Check("redis", "fail", f"{detail}: older than 6.2", "sudo apt-get install redis-server")
-    return _judged(detail, ".".join(found.groups()), "valkey" in text.lower())
+    return _check_version(detail, ".".join(found.groups()), "valkey" in text.lower())
 
 
-def _judged(detail: str, version: str, is_valkey: bool) -> Check:
+def _check_version(detail: str, version: str, is_valkey: bool) -> Check:
     """Return the line of a Redis that can be used; a warning where its version has known faults."""
     if redis_server.is_mended(version, is_valkey):
         return Check("redis", "ok", detail)

@@ -214,14 +214,14 @@ def engine_specs(
         if at and stack.scheduler.scheduler_metrics_port:
             env[env_name("scheduler_metrics_port")] = str(stack.scheduler.scheduler_metrics_port + at)
         scheduler = f"scheduler-{at}"
-        begun = run_dir.begun(scheduler)
+        begun = run_dir.begin_file(scheduler)
         probe = LedProbe(client, keys.lease(stack.scheduler.shard), begun)
         env = {**env, **users.env("scheduler"), BEGUN_FILE: str(begun)}
         specs.append(
             ServiceSpec(scheduler, service_argv("scheduler"), env, probe, (), launcher.stop_s, ROOT, model=name)
         )
     if most:
-        begun = run_dir.begun("placer-0")
+        begun = run_dir.begin_file("placer-0")
         env = child_env(stacks[0].options.values, launcher, stacks[0].gateway, url, None)
         env = {**env, **users.env("placer"), BEGUN_FILE: str(begun)}
         placed = PlacedProbe(

@@ -220,7 +220,7 @@ class Share:
     replicas: int
     kv_fraction: float = 0.0  # of the free memory, for the KV of each worker; 0 where it is not given
 
-    def needed(self, free_bytes: int) -> int:
+    def needed_bytes(self, free_bytes: int) -> int:
         return self.replicas * (self.replica_bytes + int(self.kv_fraction * free_bytes) + WORK_BYTES)
 
 
@@ -244,7 +244,7 @@ def block_bytes(config: DecoderConfig, dtype: str, worker: WorkerSettings) -> in
 
 def sum_problem(shares: Sequence[Share], free_bytes: int) -> str:
     """Return that models do not fit into the memory of a machine together, with all sizes; empty when they do."""
-    needed = [share.needed(free_bytes) for share in shares]
+    needed = [share.needed_bytes(free_bytes) for share in shares]
     if sum(needed) <= free_bytes:
         return ""
     each = ", ".join(

@@ -41,7 +41,7 @@ class Progress:
     def __init__(self, packages: Path) -> None:
         """packages: the site-packages folder into which pip installs."""
         self._packages = packages
-        self._begun = time.monotonic()
+        self._start_s = time.monotonic()
         self._names: set[str] = set()
         self._doing = "starting"
         self._to_install: list[str] = []  # in the order in which pip writes them
@@ -52,7 +52,7 @@ class Progress:
         """Take one line of pip's output."""
         self.last.append(line.rstrip())
         if line.startswith("Installing collected packages:"):
-            self._to_install, self._before = line.partition(":")[2].split(","), self._installed()
+            self._to_install, self._before = line.partition(":")[2].split(","), self._count_installed()
         elif match := _WORK.match(line):
             verb, word, rest = match.groups()
             name = _NAME.match(Path(word).name)
@@ -65,10 +65,10 @@ class Progress:
 
     def text(self) -> str:
         """Return the state in one line."""
-        seconds = time.monotonic() - self._begun
+        seconds = time.monotonic() - self._start_s
         if self._to_install:
             count = len(self._to_install)
-            done = min(max(self._installed() - self._before, 0), count)
+            done = min(max(self._count_installed() - self._before, 0), count)
             now = f", now {self._to_install[done].strip()}" if done < count else ", compiling their modules"
             return f"installing: {done} of {quantity(count, 'package')} written{now}, {seconds:.0f} s"
         return f"installing: {self._doing}, {quantity(len(self._names), 'package')} found, {seconds:.0f} s"
@@ -79,7 +79,7 @@ class Progress:
         why = next((why for sign, why in _REASONS if sign.search(said)), "; the lines above say why")
         return f"error: pip ended with {code}{why}"
 
-    def _installed(self) -> int:
+    def _count_installed(self) -> int:
         try:
             return sum(name.endswith(".dist-info") for name in os.listdir(self._packages))
         except OSError:

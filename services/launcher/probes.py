@@ -128,13 +128,13 @@ class LedProbe(SchedulerProbe):
     def __init__(self, client: Any, key: str, begun: Path) -> None:
         """begun: the file that the process writes (shared/processes/begun.py)."""
         super().__init__(client, key)
-        self._begun = begun
+        self._begin_file = begun
 
     def arm(self) -> None:
-        self._begun.unlink(missing_ok=True)
+        self._begin_file.unlink(missing_ok=True)
 
     def ready(self) -> bool:
-        return self._begun.exists() and self._trace() is not None
+        return self._begin_file.exists() and self._trace() is not None
 
 
 class PlacedProbe(LedProbe):
@@ -164,7 +164,7 @@ class GatewayProbe:
         self._address = (wildcard.get(host, host.strip("[]")), port)
         self._tls = ssl._create_unverified_context() if tls else None  # noqa: S323
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._asked: http.client.HTTPConnection | None = None  # a request without its answer
+        self._pending: http.client.HTTPConnection | None = None  # a request without its answer
         self.awaited = ""
         self._complete = False  # all models have been ready
 
@@ -174,12 +174,12 @@ class GatewayProbe:
 
     def ready(self) -> bool:
         try:
-            if self._asked is None:
-                self._asked = self._connection()
-                self._asked.request("GET", "/health/ready", headers=self._headers)
-            if not select.select([self._asked.sock], [], [], ANSWER_S)[0]:
+            if self._pending is None:
+                self._pending = self._connection()
+                self._pending.request("GET", "/health/ready", headers=self._headers)
+            if not select.select([self._pending.sock], [], [], ANSWER_S)[0]:
                 return False
-            answer = self._asked.getresponse()
+            answer = self._pending.getresponse()
             is_ready = answer.status == 200
             if not self._complete:
                 self.awaited = ", ".join(_late_models(answer.read(ANSWER_BYTES)))
@@ -195,9 +195,9 @@ class GatewayProbe:
         return http.client.HTTPSConnection(*self._address, timeout=TIMEOUT_S, context=self._tls)
 
     def _end(self) -> None:
-        if self._asked is not None:
-            self._asked.close()
-            self._asked = None
+        if self._pending is not None:
+            self._pending.close()
+            self._pending = None
 
 
 def _late_models(body: bytes) -> list[str]:

@@ -64,7 +64,7 @@ class RunDir:
         os.close(self._lock_fd)
         self._lock_fd = -1
 
-    def begun(self, service: str) -> Path:
+    def begin_file(self, service: str) -> Path:
         """Return the file by which a service shows that it has begun."""
         return self.path / f"{service}.begun"
 

@@ -44,11 +44,11 @@ class Screen:
         self._log = log
         self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        self._settled = False
-        self._seen: dict[str, str] = {}
+        self._has_settled = False
+        self._states: dict[str, str] = {}
         self._said_s: dict[str, float] = {}
         self._changed_s: dict[str, float] = {}
-        self._begun = time.monotonic()
+        self._start_s = time.monotonic()
         self._spinner = Spinner("dots")
 
     def event(self, text: str, kind: str = "info") -> None:
@@ -59,7 +59,7 @@ class Screen:
             self._console.print(escape(text), style=STYLES[kind] or None)
 
     def update(self, services: list[Service]) -> None:
-        if self._settled:
+        if self._has_settled:
             return
         with contextlib.suppress(OSError):
             if self._log is not None or not self._console.is_terminal:
@@ -72,7 +72,7 @@ class Screen:
 
     def settle(self) -> None:
         """Print only events from now on."""
-        self._settled = True
+        self._has_settled = True
         if self._live is not None:
             with contextlib.suppress(OSError):
                 self._live.stop()
@@ -84,12 +84,12 @@ class Screen:
             print("\n".join(lines), flush=True)
 
     def elapsed_s(self) -> float:
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._start_s
 
     def _lines(self, services: list[Service]) -> None:
         for service in services:
-            if self._seen.get(service.name) != service.state:
-                self._seen[service.name] = service.state
+            if self._states.get(service.name) != service.state:
+                self._states[service.name] = service.state
                 self._said_s[service.name] = self._changed_s[service.name] = time.monotonic()
                 self.event(f"{_title(service)}: {describe(service)}")
             elif service.state == "starting" and time.monotonic() - self._said_s[service.name] >= LINE_S:

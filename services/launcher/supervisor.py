@@ -65,7 +65,7 @@ class StackSupervisor(Supervisor):
         self._parent = os.getppid() if stop_with_parent else None
         self._stopping_since: float | None = None
         self._impatient = False
-        self._announced = False
+        self._has_announced = False
         self._next_log_check = 0.0
         self._sleeping = sleeping
         self._is_mismatch_said = False
@@ -99,8 +99,8 @@ class StackSupervisor(Supervisor):
             service.state, service.ready_at, service.deaths = "asleep", None, []
             self.say(f"{service.name} sleeps")
             self.on_change()
-        elif code == 2 and not service.ever_ready and not self._announced:
-            self._refused(service)
+        elif code == 2 and not service.ever_ready and not self._has_announced:
+            self._end_after_refusal(service)
         elif code == 0:  # as after `orcinus drain`
             self.restart(service, "has ended (exit code 0)", now, show_log=False)
         else:
@@ -120,8 +120,8 @@ class StackSupervisor(Supervisor):
         if self._sleeping is not None:
             self._place(self._sleeping, now)
         is_placed = self._sleeping is None or self._sleeping.is_read
-        if not self._announced and is_placed and all(each.state in ("ready", "asleep") for each in self.services):
-            self._announced = True
+        if not self._has_announced and is_placed and all(each.state in ("ready", "asleep") for each in self.services):
+            self._has_announced = True
             self._report.update(self.services)
             self._on_ready()
         if now >= self._next_log_check:
@@ -184,7 +184,7 @@ class StackSupervisor(Supervisor):
             if service.state == "asleep" and service.name not in sleeping.asleep:
                 service.state = "waiting"
 
-    def _refused(self, service: Service) -> None:
+    def _end_after_refusal(self, service: Service) -> None:
         """End all: exit code 2 before anything ran is a configuration error, which a restart cannot cure."""
         lines = service.tail(20)
         reasons = [line for line in lines if line.startswith("error:")] or lines[-5:]

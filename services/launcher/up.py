@@ -75,12 +75,12 @@ class ModelOptions:
     where: str = ""
     of_file: Mapping[str, str] = field(default_factory=dict)  # names of settings to fields of the file
 
-    def named(self, name: str) -> str:
+    def source_of(self, name: str) -> str:
         """Return how an error calls the source of an option."""
         return f"{self.where}: {self.of_file[name]}" if name in self.of_file else flag(name)
 
     @contextlib.contextmanager
-    def located(self) -> Iterator[None]:
+    def prefix_errors(self) -> Iterator[None]:
         """Let errors inside begin with the model's place in the file."""
         try:
             yield
@@ -103,8 +103,8 @@ class ModelStack:
     @classmethod
     def of(cls, options: ModelOptions) -> ModelStack:
         """Raise ConfigurationError."""
-        values, named = options.values, options.named
-        with options.located():
+        values, named = options.values, options.source_of
+        with options.prefix_errors():
             return cls(
                 options,
                 build(LauncherSettings, values, named),
@@ -148,11 +148,11 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
         _die_with_parent()
     stacks, most = read_stacks(values, check_policy)
     for stack in stacks:
-        with stack.options.located():
+        with stack.options.prefix_errors():
             stack.gateway.api_keys()
             check_addresses(at_once(stacks, most), stack.worker)
     for stack in stacks:
-        with stack.options.located():
+        with stack.options.prefix_errors():
             _fetch_model(stack.launcher, stack.worker)
     stacks = [ModelStack.of(stack.options) for stack in stacks]  # which find the models now
     check_models(stacks, most)
@@ -230,9 +230,9 @@ def read_stacks(values: Values, check_policy: Callable[[str, str], None]) -> tup
     stacks = [ModelStack.of(each) for each in options_by_model(values)]
     most = stacks[0].gateway.models_file().awake
     for stack in stacks:
-        with stack.options.located():
+        with stack.options.prefix_errors():
             if "policy" in stack.options.of_file:
-                check_policy(stack.scheduler.policy, stack.options.named("policy"))
+                check_policy(stack.scheduler.policy, stack.options.source_of("policy"))
             check_device(at_once(stacks, most), stack.worker)
             if most > 1 and on_gpu(stack.worker):
                 raise ConfigurationError(
@@ -438,7 +438,7 @@ def check_models(stacks: Sequence[ModelStack], most: int = 0) -> None:
     awake at a time; 0 means all.
     """
     for stack in stacks:
-        with stack.options.located():
+        with stack.options.prefix_errors():
             check_model(stack.launcher, stack.worker, stack.options.of_file.get("model", MODEL_SOURCES))
     shares = [
         share_of(stack.worker.model, stack.worker, len(stack.launcher.roles()))
@@ -446,7 +446,7 @@ def check_models(stacks: Sequence[ModelStack], most: int = 0) -> None:
         if not on_gpu(stack.worker)  # there each worker has its own
     ]
     free = free_memory()
-    largest = sorted(shares, key=lambda share: share.needed(free), reverse=True)[: most or None]
+    largest = sorted(shares, key=lambda share: share.needed_bytes(free), reverse=True)[: most or None]
     largest.sort(key=shares.index)
     if len(shares) > 1 and (problem := sum_problem(largest, free)):
         raise ConfigurationError(problem)

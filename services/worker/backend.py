@@ -127,7 +127,7 @@ def _gpu(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch
         raise ConfigurationError(f"{option} needs the cuda kernels on a GPU{lack and f': {lack}'}; give {remedy}")
     if lack:
         log.warning("the slower reference kernels are used on the GPU: %s", lack)
-    return _created(name, torch.device("cuda", 0)), dtype
+    return _create(name, torch.device("cuda", 0)), dtype
 
 
 def _emulator(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
@@ -141,10 +141,10 @@ def _emulator(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, 
     if lack := lacks_kernels(settings, config):
         raise ConfigurationError(f"--kernels emulator: {lack}")
     log.warning("a GPU is emulated, thread by thread: for tests only, it is slower than every other choice by far")
-    return _created("emulator", torch.device("cpu")), dtype
+    return _create("emulator", torch.device("cpu")), dtype
 
 
-def _created(name: str, device: torch.device) -> AnyOps:
+def _create(name: str, device: torch.device) -> AnyOps:
     import kernels.cuda.backend  # noqa: F401 - registers its names; a CPU worker does without
 
     try:

@@ -136,7 +136,7 @@ class EncoderEngine(Engine):
 
     def _forward(self, inflight: InFlightStep, prepared: Prepared) -> Tensor:
         rows: Tensor = self.compiled(prepared)
-        inflight.vectors = self.encoder.pooled(rows, inflight.chunks.lengths)
+        inflight.vectors = self.encoder.pool(rows, inflight.chunks.lengths)
         return rows
 
     def _sample(self, inflight: InFlightStep, logits: Tensor) -> None:

@@ -16,7 +16,7 @@ import psutil
 from services.worker.encoder_engine import load_engine
 from services.worker.engine import Engine
 from services.worker.metrics import Metrics
-from services.worker.parallel.launch import MEET_S, Place, joined
+from services.worker.parallel.launch import MEET_S, Place, join_group
 from services.worker.parallel.leader import Ranks
 from services.worker.parallel.state import ParallelState
 from services.worker.registration import Registration
@@ -46,7 +46,7 @@ def run(settings: WorkerSettings) -> int:
     """
     setup("worker", settings.log_level, settings.log_json)
     stopping = SignalHandler()
-    with joined(settings) as place:
+    with join_group(settings) as place:
         if place is None:
             return lead(settings, None, stopping)
         logging.getLogger().handlers[0].addFilter(_of_rank(place.rank))
@@ -185,17 +185,17 @@ class Progress:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._begun = self._next = 0.0
+        self._start_s = self._next = 0.0
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if not self._begun:
-            self._begun, self._next = now, now + PROGRESS_S
+        if not self._start_s:
+            self._start_s, self._next = now, now + PROGRESS_S
             log.info("loading %s: %.0f MiB of weights", self._name, total / 2**20)
         if now < self._next:
             return
         self._next = now + PROGRESS_S
-        left_s = (now - self._begun) * max(0, total - done) / max(done, 1)
+        left_s = (now - self._start_s) * max(0, total - done) / max(done, 1)
         percent = 100 * done // max(total, 1)
         log.info(
             "loading %s: %.0f of %.0f MiB, %d %%, %.0f s left", self._name, done / 2**20, total / 2**20, percent, left_s

@@ -67,18 +67,18 @@ class LowRankRoom:
 
     def __init__(self, gpu: Device) -> None:
         self._gpu = gpu
-        self._taken: Tensor | None = None
+        self._scratch: Tensor | None = None
 
     @property
     def is_taken(self) -> bool:
         """Return whether any pairs have room, so that rows may have adapters."""
-        return self._taken is not None
+        return self._scratch is not None
 
     def of(self, numbers: int) -> Tensor:
         """Return memory for so many numbers in float32. What was returned before stays with the pairs that have it."""
-        if self._taken is None or self._taken.numel() < numbers:
-            self._taken = self._gpu.empty((numbers,), torch.float32)
-        return self._taken[:numbers]
+        if self._scratch is None or self._scratch.numel() < numbers:
+            self._scratch = self._gpu.empty((numbers,), torch.float32)
+        return self._scratch[:numbers]
 
 
 class CudaLowRankPairs(LowRankPairs):

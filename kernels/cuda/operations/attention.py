@@ -21,7 +21,7 @@ class PagedAttention:
     """The operation `attention` of kernels.ops, and the memory for its partial results."""
 
     def __init__(self, gpu: Device, staging: Staging) -> None:
-        self.seen: list[Attention] | None = None  # what is asked for, while compile collects it
+        self.layers: list[Attention] | None = None  # what is asked for, while compile collects it
         self._gpu, self._staging = gpu, staging
         self._prefill_block = partial(calls.prefill_block, has_wgmma=gpu.has_wgmma)
         self._prefill = partial(calls.attention_prefill, wgmma_processors=gpu.processors * gpu.has_wgmma)
@@ -46,8 +46,8 @@ class PagedAttention:
         if attention.sinks is not None or attention.softcap or not attention.causal:
             what = "sinks, capped scores or attention both ways"
             raise ValueError(f"{what}: the cuda kernels have none (--kernels reference)")
-        if self.seen is not None:
-            self.seen.append(attention)
+        if self.layers is not None:
+            self.layers.append(attention)
         work = self._work(attention, prepared, cache)
         out = self._gpu.empty((q.shape[0], q.shape[1]), q.dtype)
         heads, head_dim = attention.heads, cache.shape.head_dim

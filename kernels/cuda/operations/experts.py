@@ -52,8 +52,8 @@ class Experts:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._finished = device.empty((1,), torch.int32)  # of routing.cu
-        device.main.run(self._finished.zero_)
+        self._block_counter = device.empty((1,), torch.int32)  # of routing.cu
+        device.main.run(self._block_counter.zero_)
 
     def multiply(
         self,
@@ -89,11 +89,11 @@ class Experts:
             weights.data_ptr(),
             order.data_ptr(),
             of_tiles.data_ptr(),
-            self._finished.data_ptr(),
+            self._block_counter.data_ptr(),
             0 if present is None else present[1],
         )
         of_rows = None if present is None else present[0]
-        launch(main, call, logits, chosen, weights, order, of_tiles, self._finished, of_rows)
+        launch(main, call, logits, chosen, weights, order, of_tiles, self._block_counter, of_rows)
         activated = self._device.empty((pairs, inner), x.dtype)
         given = self._device.empty((pairs, hidden), x.dtype)
         for source, matrices, to, activation in (

@@ -65,9 +65,9 @@ def pack(gpu: Device, parts: Iterable[Groups], outputs: int, inputs: int, bias: 
                 raise ValueError(f"weights in {name}: the cuda backend has no kernels for it, but for {known}")
             packing = PACKINGS[part.bits]
             zero = 0 if part.table else 8
-            numbers = _filled(gpu, (tiles * TILE, units * UNIT), torch.uint8, zero)
+            numbers = _fill(gpu, (tiles * TILE, units * UNIT), torch.uint8, zero)
             held = (tiles * TILE, units * (UNIT // group))
-            scales = [_filled(gpu, held, torch.float32, 0) for _ in range(1 if part.mins is None else 2)]
+            scales = [_fill(gpu, held, torch.float32, 0) for _ in range(1 if part.mins is None else 2)]
         rows, width = part.numbers.shape
         if part.group_format != name or width != inputs:
             raise ValueError(f"rows of {width} numbers in {part.group_format} were given after others")
@@ -81,9 +81,9 @@ def pack(gpu: Device, parts: Iterable[Groups], outputs: int, inputs: int, bias: 
     if first != outputs or not name:
         raise ValueError(f"{first} rows were given for a weight of {outputs}")
     shape = (tiles, units, packing.tile_words // 32, 32, 4)
-    words = _made(gpu, shape, torch.int32, lambda: (_words if packing is calls.Q4 else _words_of_codes)(numbers))
+    words = _compute(gpu, shape, torch.int32, lambda: (_words if packing is calls.Q4 else _words_of_codes)(numbers))
     ordered = [
-        _made(gpu, (tiles, units, UNIT // group, TILE), torch.float32, partial(_by_unit, values, units))
+        _compute(gpu, (tiles, units, UNIT // group, TILE), torch.float32, partial(_by_unit, values, units))
         for values in scales
     ]
     mins = ordered[1] if len(ordered) == 2 else None
@@ -141,7 +141,7 @@ def unpacked(gpu: Device, weight: Quantized, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _made(gpu: Device, shape: tuple[int, ...], dtype: torch.dtype, work: Callable[[], Tensor]) -> Tensor:
+def _compute(gpu: Device, shape: tuple[int, ...], dtype: torch.dtype, work: Callable[[], Tensor]) -> Tensor:
     """Return a tensor with what `work` gives; complete when this returns."""
     made = gpu.empty(shape, dtype)
     gpu.main.run(lambda: made.copy_(work()))
@@ -149,7 +149,7 @@ def _made(gpu: Device, shape: tuple[int, ...], dtype: torch.dtype, work: Callabl
     return made
 
 
-def _filled(gpu: Device, shape: tuple[int, ...], dtype: torch.dtype, value: int) -> Tensor:
+def _fill(gpu: Device, shape: tuple[int, ...], dtype: torch.dtype, value: int) -> Tensor:
     made = gpu.empty(shape, dtype)
     gpu.main.run(lambda: made.fill_(value))
     return made

@@ -61,12 +61,15 @@ def judge_driver(facts: Facts, wanted: str) -> list[Check]:
             return [Check("gpu", "ok", "none: the model runs on the CPU")]
         return [_line("gpu", bad, absence(facts), "")]
     device, others = facts.devices[0], len(facts.devices) - 1
-    text = f"{device.name}, {device.total_bytes / GIB:.1f} GiB, compute capability {_dotted(device.capability)}"
+    text = f"{device.name}, {device.total_bytes / GIB:.1f} GiB, compute capability {_version_text(device.capability)}"
     text += f"; {others} more, not used" if others else ""
     return [
         _line("gpu", bad, device_trouble(facts, device), text),
         _line(
-            "driver", bad, driver_trouble(facts), f"{facts.version or 'present'}, up to CUDA {_dotted(_cuda(facts))}"
+            "driver",
+            bad,
+            driver_trouble(facts),
+            f"{facts.version or 'present'}, up to CUDA {_version_text(_cuda(facts))}",
         ),
     ]
 
@@ -88,7 +91,7 @@ def absence(facts: Facts) -> Trouble:
         return Trouble(f"the driver does not answer: {driver['failed']}", "look into dmesg for NVRM and Xid; reboot")
     if "missing" in driver:
         return _without_library(facts)
-    return _refused(facts, int(driver.get("init", 0)))
+    return _init_trouble(facts, int(driver.get("init", 0)))
 
 
 def _without_library(facts: Facts) -> Trouble:
@@ -98,7 +101,7 @@ def _without_library(facts: Facts) -> Trouble:
     return Trouble(text, "install the compute part of the driver (Debian: libcuda1, Ubuntu: libnvidia-compute-...)")
 
 
-def _refused(facts: Facts, code: int) -> Trouble:
+def _init_trouble(facts: Facts, code: int) -> Trouble:
     text = f"CUDA sees no device (cuInit: {code})"
     if code in (0, NO_DEVICE) and facts.visible is not None:
         return Trouble(f"{text}, {HIDDEN_BY}={facts.visible!r}", f"unset {HIDDEN_BY}, or name a device that is there")
@@ -118,9 +121,9 @@ def _refused(facts: Facts, code: int) -> Trouble:
 def device_trouble(facts: Facts, device: Device) -> Trouble | None:
     """Return why the first device cannot run the kernels or takes no work; None when it can."""
     if device.capability < OLDEST_CAPABILITY:
-        text = f"{device.name} has compute capability {_dotted(device.capability)}"
+        text = f"{device.name} has compute capability {_version_text(device.capability)}"
         return Trouble(
-            f"{text}, the kernels need {_dotted(OLDEST_CAPABILITY)}", "DEVICE=cpu, or an Ampere or newer GPU"
+            f"{text}, the kernels need {_version_text(OLDEST_CAPABILITY)}", "DEVICE=cpu, or an Ampere or newer GPU"
         )
     if code := facts.driver.get("context"):
         text = f"{device.name} takes no work (error {code})"
@@ -133,7 +136,8 @@ def driver_trouble(facts: Facts) -> Trouble | None:
     needed, supported = _built_for(facts), _cuda(facts)
     if supported[0] >= needed[0]:
         return None
-    text = f"driver {facts.version} supports CUDA {_dotted(supported)}; torch and CuPy are for CUDA {_dotted(needed)}"
+    here, there = _version_text(supported), _version_text(needed)
+    text = f"driver {facts.version} supports CUDA {here}; torch and CuPy are for CUDA {there}"
     return Trouble(text, NEW_DRIVER.format(DRIVERS.get(needed[0], "of that CUDA")))
 
 
@@ -150,7 +154,7 @@ def torch_trouble(facts: Facts) -> Trouble | None:
             return Trouble(
                 f"{version} sees no GPU: the driver is too old for CUDA {torch['cuda']}", "see the driver's line"
             )
-        return Trouble(f"{version} sees no GPU: {torch.get('error', 'it does not say why')}", _unseen(facts))
+        return Trouble(f"{version} sees no GPU: {torch.get('error', 'it does not say why')}", _remedy(facts))
     return None
 
 
@@ -165,7 +169,7 @@ def cupy_trouble(facts: Facts) -> Trouble | None:
         )
     major = re.fullmatch(r"cupy-cuda(\d\d).*", names[0])
     if major and int(major[1]) != _built_for(facts)[0]:
-        text = f"{names[0]} is for CUDA {major[1]}, torch for CUDA {_dotted(_built_for(facts))}"
+        text = f"{names[0]} is for CUDA {major[1]}, torch for CUDA {_version_text(_built_for(facts))}"
         return Trouble(text, f"pip uninstall {names[0]}; {_install(facts)}")
     if error := facts.cupy.get("error"):
         return Trouble(f"{names[0]} cannot be imported: {error}", f"pip uninstall {names[0]}; {_install(facts)}")
@@ -252,11 +256,11 @@ def _install(facts: Facts) -> str:
     return "make install DEVICE=cuda" if facts.checkout else "use the image worker-gpu (deploy/compose.gpu.yaml)"
 
 
-def _unseen(facts: Facts) -> str:
+def _remedy(facts: Facts) -> str:
     return WITH_GPUS if facts.container else "try it alone: python -c 'import torch; torch.cuda.init()'"
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _version_text(version: tuple[int, int]) -> str:
     return "{}.{}".format(*version)
 
 

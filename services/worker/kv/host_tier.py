@@ -51,7 +51,7 @@ class HostTier:
         self._blocks = self._block_bytes = self._rest_bytes = 0  # rest: behind the blocks
         self._threads = 1  # of this rank
         self._owner = ""  # of the file if it outlives this process: equal for workers of the same model and shard
-        self._needed: set[str] = set()  # names of tiers with kept files, of the last Hello
+        self._needed_tiers: set[str] = set()  # names of tiers with kept files, of the last Hello
         self._older: list[KeptFile] = []  # files from before it
         self._release: Callable[[], object] = lambda: None  # gives back the room that is reserved
         if settings.kv_share_dir is not None:
@@ -141,7 +141,7 @@ class HostTier:
 
     def peers(self, cache: Cache, block_bytes: int) -> Peers:
         """Return the peers of a Run that begins. block_bytes: of a block on this rank."""
-        return Peers(cache, block_bytes, self._folder, self._parallel, self._owner, self._needed)
+        return Peers(cache, block_bytes, self._folder, self._parallel, self._owner, self._needed_tiers)
 
     def serve(self, shard: str, wanted: Collection[str]) -> None:
         """Take the shard of a Run that begins, and remove what earlier workers of the same model and shard have kept.
@@ -153,10 +153,12 @@ class HostTier:
             return
         model = self._settings.served_model_name
         self._owner = owner_of(model, shard)
-        self._needed = {name.partition("/")[2] for name in wanted}
+        self._needed_tiers = {name.partition("/")[2] for name in wanted}
         self._release()
         old = self._older
-        self._folder.remove_kept(file for file in old if file.owner == self._owner and file.tier not in self._needed)
+        self._folder.remove_kept(
+            file for file in old if file.owner == self._owner and file.tier not in self._needed_tiers
+        )
         self._older = self._folder.kept_files()
 
     def make_room(self, blocks: int, memory_bytes: int) -> int:

@@ -92,7 +92,7 @@ class Peers:
         self.refusals: dict[int, str] = {}
         """Why tiers that the last step with news named cannot be read, by number."""
         self._owner = owner
-        self._needed = set(needed)  # none after the first step
+        self._needed_tiers = set(needed)  # none after the first step
 
     def update(self, peers: Iterable[worker_pb2.Peer]) -> list[int]:
         """Map new peers and unmap those that are gone; return the numbers of the new ones that every rank can read.
@@ -123,9 +123,9 @@ class Peers:
     def remove_unannounced(self) -> None:
         """Remove files that were needed when the Run began, but of which no step has announced a peer: it is gone
         meanwhile, or has KV that this worker cannot use. For the first step, which announces all peers."""
-        if unannounced := self._needed - set(self._names.values()):
+        if unannounced := self._needed_tiers - set(self._names.values()):
             self._remove(unannounced)
-        self._needed.clear()
+        self._needed_tiers.clear()
 
     def forget(self) -> None:
         """Unmap all. A tier that is being read stays mapped until the copy ends."""

@@ -91,7 +91,7 @@ class ShareFolder:
                 path.mkdir(0o700)
             self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._refusal(error) from error
         weakref.finalize(self, os.close, self._folder)
         status = os.fstat(self._folder)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -106,7 +106,7 @@ class ShareFolder:
                 self.id = said.decode("ascii", "replace")
                 self._sweep()
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._refusal(error) from error
         if not _ID.fullmatch(self.id):
             raise ConfigurationError(f"--kv-share-dir {path}: its file {ID} holds no name of a folder; remove it")
 
@@ -129,7 +129,7 @@ class ShareFolder:
                 os.posix_fallocate(file, 0, size)
                 area = mmap.mmap(file, size)
             except OSError as error:
-                raise self._no_room(error, size) if error.errno in FULL else self._refused(error) from error
+                raise self._no_room(error, size) if error.errno in FULL else self._refusal(error) from error
             memory = np.frombuffer(area, np.uint8)
             weakref.finalize(memory, undo.pop_all().close)
         return torch.from_numpy(memory)
@@ -260,7 +260,7 @@ class ShareFolder:
     def _remove(self, name: str, file: int) -> None:
         _remove(self._folder, name, file)
 
-    def _refused(self, error: OSError) -> ConfigurationError:
+    def _refusal(self, error: OSError) -> ConfigurationError:
         return ConfigurationError(
             f"--kv-share-dir {self.path}: {error.strerror}; name a folder of this user with mode 700, or one to be "
             "made in a folder that is there, best in /dev/shm (a symbolic link is not followed)"

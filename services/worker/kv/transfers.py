@@ -68,7 +68,7 @@ class KVTransfers:
     def __init__(self, cache: Cache, peers: Peers) -> None:
         self.peers = peers
         self._cache = cache
-        self._begun: deque[_Begun] = deque()
+        self._in_flight: deque[_Begun] = deque()
         self._last: Pending[int] | None = None
 
     def begin(self, step: int, out_gpu: Int32, out_host: Int32, in_host: Int32, in_gpu: Int32, in_peers: Int32) -> None:
@@ -90,17 +90,17 @@ class KVTransfers:
             pending.append(self._cache.start_copy_in(in_host[rows], in_gpu[rows], memory))
         if pending:
             self._last = pending[-1]
-            self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, reads))
+            self._in_flight.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, reads))
 
     def acknowledge(self, step: int, wait: bool) -> Acknowledged:
         """Return the transfers up to `step` that are complete and not acknowledged yet; with `wait`, wait for all."""
-        if not self._begun:
+        if not self._in_flight:
             return NONE
         complete: list[_Begun] = []
-        while self._begun and self._begun[0].step <= step:
-            if not wait and not self._begun[0].is_complete():
+        while self._in_flight and self._in_flight[0].step <= step:
+            if not wait and not self._in_flight[0].is_complete():
                 break
-            complete.append(self._begun.popleft())
+            complete.append(self._in_flight.popleft())
         if not complete:
             return NONE
         ns = max(1, sum(pending.wait() for one in complete for pending in one.pending))
@@ -118,7 +118,7 @@ class KVTransfers:
         """Unmap the host tiers of peers once nothing is read from them any more."""
         self.peers.forget()
         self.drain()
-        for begun in list(self._begun):  # those that no Result will acknowledge
+        for begun in list(self._in_flight):  # those that no Result will acknowledge
             begun.reads.update(dict.fromkeys(begun.reads))
 
     def drain(self) -> None:

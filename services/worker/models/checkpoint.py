@@ -131,7 +131,7 @@ class Checkpoint(Source):
         self._progress = progress
         self._where: dict[str, _Place] = {}
         self._sizes: dict[str, int] = {}
-        self._read: set[str] = set()
+        self._read_names: set[str] = set()
         self._bytes_read = 0
         for name in _shards(model):
             size, places = _header(model / name)
@@ -173,7 +173,7 @@ class Checkpoint(Source):
         place = self._where[name]
         tensor = memory((rows, *shape[1:]), DTYPES[place.dtype])
         read_into(tensor, self.model / place.file, name, place.start + first * (tensor.nbytes // rows), self._report)
-        self._read.add(name)
+        self._read_names.add(name)
         return tensor
 
     def _report(self, count: int) -> None:
@@ -182,7 +182,7 @@ class Checkpoint(Source):
             self._progress(min(self._bytes_read, self.bytes_total), self.bytes_total)
 
     def unread(self) -> list[str]:
-        return sorted(self._where.keys() - self._read)
+        return sorted(self._where.keys() - self._read_names)
 
     def head(self) -> bytes:
         tensors = sorted(self._where.items())

@@ -65,7 +65,7 @@ class Decoder:
         self.norm = loader.norm(f"{names.prefix}{names.norm}") if last else None
         self.adapters = loader.adapters
         if config.stored is not None:
-            plain, grouped = loader.packed
+            plain, grouped = loader.part_counts
             stored, name = config.stored, str(dtype).removeprefix("torch.")
             log.info("%s, %d bits: %d matrices stay so, %d are in %s", stored.method, stored.bits, grouped, plain, name)
         if first and last and (unused := loader.unused()):  # of several stages, the others read the rest

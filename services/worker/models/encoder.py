@@ -167,7 +167,7 @@ class Encoder:
             sample_rows=np.arange(len(positions), dtype=np.int32) if all_rows else batch.query_start[:-1],
         )
 
-    def pooled(self, rows: Tensor, lengths: Int32) -> Float32:
+    def pool(self, rows: Tensor, lengths: Int32) -> Float32:
         """Return [S, hidden] vectors, or [S, 1] scores, of what `forward` returned; lengths [S]."""
         rows = rows.float().cpu()
         if self.head is not None:

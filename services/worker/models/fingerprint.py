@@ -49,9 +49,9 @@ class Fingerprint:
         self._reader = readers.index(readers[self._parallel.rank])
         leaves = [leaf for span in spans for leaf in _leaves(*span)] if self._reader == self._parallel.rank else []
         self._digests = [b""] * len(leaves)
-        self._left: queue.SimpleQueue[tuple[int, Span]] = queue.SimpleQueue()
+        self._spans: queue.SimpleQueue[tuple[int, Span]] = queue.SimpleQueue()
         for numbered in enumerate(leaves):
-            self._left.put(numbered)
+            self._spans.put(numbered)
         self._errors: list[Exception] = []
         count = min(threads, MOST_THREADS, len(leaves))
         self._threads = [threading.Thread(target=self._run_aside, daemon=True) for _ in range(count)]
@@ -77,7 +77,7 @@ class Fingerprint:
         buffer = memoryview(bytearray(READ_BYTES))
         while not self._errors:
             try:
-                number, span = self._left.get_nowait()
+                number, span = self._spans.get_nowait()
             except queue.Empty:
                 return
             try:

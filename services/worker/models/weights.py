@@ -129,7 +129,7 @@ class WeightLoader:
         self.config, self.shard, self.names = config, shard, config.family.names
         self.source, self.ops, self.dtype, self.method = source, ops, dtype, method
         self.positions = positions
-        self.packed = [0, 0]  # parts of matrices in the model's type, and in Groups
+        self.part_counts = [0, 0]  # parts of matrices in the model's type, and in Groups
         self.adapters = AdapterRows(ops, dtype)
 
     def layer_prefix(self, index: int) -> str:
@@ -290,7 +290,7 @@ class WeightLoader:
         keeps = self.ops.packs_experts or not self._is_of_experts(rows.name)
         pieces = self.method.read(self.source, matrix, self.dtype)
         part = Part(self.ops, len(rows.rows), pieces, self.dtype, keeps)
-        self.packed[bool(part.group_format)] += 1
+        self.part_counts[bool(part.group_format)] += 1
         return part
 
     def _is_of_experts(self, name: str) -> bool:

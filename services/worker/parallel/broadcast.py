@@ -44,7 +44,7 @@ class ReceivedTokens(Pending[Sampled]):
         """Return the tokens. Raise RankError."""
         with self._lock:
             if self._sampled is None:
-                self._parallel.arrived(self._work)
+                self._parallel.finish_receive(self._work)
                 self._inflight.arrived_ns = time.monotonic_ns()
                 self._sampled = self._read()
             return self._sampled
@@ -134,7 +134,7 @@ class TokenBroadcast:
         replaced = confirmed[1:].bool()
         for rank in range(1, parallel.size):
             received = torch.empty_like(confirmed)
-            parallel.arrived(parallel.receive(received, rank, COPIES))
+            parallel.finish_receive(parallel.receive(received, rank, COPIES))
             if int(received[0]) != inflight.id:
                 raise RankError(f"rank {rank} has copied for step {int(received[0])}, not for {inflight.id}")
             replaced |= received[1:].bool()

@@ -62,7 +62,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def joined(settings: WorkerSettings) -> Iterator[Place | None]:
+def join_group(settings: WorkerSettings) -> Iterator[Place | None]:
     """Yield this process's place; None if it is the whole replica.
 
     Rank 0 starts the other ranks unless torchrun has, and ends them at the end of the block.
@@ -102,7 +102,7 @@ def joined(settings: WorkerSettings) -> Iterator[Place | None]:
             "127.0.0.1", port, None, True, timedelta(seconds=MEET_S), False, master_listen_fd=listener.detach()
         )
     with _processes(settings, size, port, ranks.cuda_visible_devices):
-        yield Place(0, size, _prefixed(store), host)
+        yield Place(0, size, _prefix_store(store), host)
 
 
 def _rank_settings() -> RankSettings:
@@ -125,10 +125,10 @@ def _store_of_torchrun(ranks: RankSettings) -> Store:
         raise ConfigurationError(
             f"no ranks can meet at MASTER_ADDR={ranks.master_addr} MASTER_PORT={ranks.master_port}: {error}"
         ) from error
-    return _prefixed(store, ranks.torchelastic_restart_count)
+    return _prefix_store(store, ranks.torchelastic_restart_count)
 
 
-def _prefixed(store: Store, start: int = 0) -> Store:
+def _prefix_store(store: Store, start: int = 0) -> Store:
     """Return a part of the store for this start of the ranks: torchrun's agent keeps it from one start to the next."""
     return PrefixStore(f"orcinus/{start}", store)
 

@@ -46,7 +46,7 @@ class ParallelState:
         self.sampler = (pp - 1) * tp
         self.ranks_here = 1  # of this replica on this host, which share its memory
         self._exact = False
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._sent_rows: deque[tuple[dist.Work, Tensor]] = deque()
         self._everyone: Any = None  # between hosts' memories
         self._stage_group: Any = None  # between the devices of a stage; None: tp is 1
@@ -145,15 +145,15 @@ class ParallelState:
 
     def send(self, message: Tensor, to: int, tag: int) -> None:
         """Send a message in host memory without waiting; the caller must not change it afterwards."""
-        self._send(self._everyone, message, to, tag, self._sent, SENT)
+        self._send(self._everyone, message, to, tag, self._sends, SENT)
 
     def receive(self, message: Tensor, sender: int, tag: int) -> dist.Work:
-        """Begin to receive into `message`, which must be as long as what is sent; to be given to `arrived`, once."""
+        """Begin to receive into `message`, as long as what is sent; `finish_receive` takes the result, once."""
         with _together(f"a message of rank {sender}"):
             work: dist.Work = self._everyone.recv([message], sender, tag)
             return work
 
-    def arrived(self, work: dist.Work) -> None:
+    def finish_receive(self, work: dist.Work) -> None:
         """Return when it has been received."""
         with _together("a message of another rank"):
             work.wait()
@@ -193,7 +193,7 @@ class ParallelState:
 
     def close(self) -> None:
         """Leave when the others have taken what was sent to them, or are gone; their next call fails."""
-        for sent in (self._sent_rows, self._sent):
+        for sent in (self._sent_rows, self._sends):
             with suppress(RuntimeError):
                 while sent:
                     sent.popleft()[0].wait()

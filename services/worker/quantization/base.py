@@ -64,10 +64,10 @@ class Part:
         self.rows = rows
         first = next(pieces)
         self.group_format = first.group_format if isinstance(first, Groups) else ""
-        self.unpacked = self.group_format not in ("", *(ops.group_formats if keeps else ()))
+        self.is_unpacked = self.group_format not in ("", *(ops.group_formats if keeps else ()))
         """Whether Groups are unpacked."""
         self.pieces: Iterator[Tensor | Groups] = chain([first], pieces)
-        if self.unpacked:
+        if self.is_unpacked:
             self.group_format = ""
             if isinstance(first, Groups) and first.rounds_rows:
                 raise ValueError(f"weights in {first.group_format}: the {ops.name} backend has no kernels for them")

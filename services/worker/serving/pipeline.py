@@ -49,20 +49,20 @@ class Results(Protocol):
 
 @dataclass(eq=False)
 class RunState:
-    """One Run call. `ended` is set when its results are of no use any more."""
+    """One Run call. `has_ended` is set when its results are of no use any more."""
 
     epoch: int
     results: Results = field(default_factory=lambda: queue.SimpleQueue[worker_pb2.Result | None]())
-    ended: threading.Event = field(default_factory=threading.Event)
+    has_ended: threading.Event = field(default_factory=threading.Event)
     replaced_by: int | None = None
-    received: int = 0  # steps
-    answered: int = 0
+    step_count: int = 0  # received
+    result_count: int = 0  # sent
     last_id: int = 0  # the latest step that was submitted
-    broken: str = ""  # why no further step of this Run can be executed
+    failure: str = ""  # why no further step of this Run can be executed
     broken_at: int = NEVER  # the step with which that began
 
     def end(self) -> None:
-        self.ended.set()
+        self.has_ended.set()
         self.results.put(None)
 
     def tell_begun(self) -> None:
@@ -75,14 +75,14 @@ class RunState:
 
     def more(self) -> bool:
         """Return whether a step has come behind the one that is answered next, so that another result will follow."""
-        return self.received > self.answered + 1
+        return self.step_count > self.result_count + 1
 
     def fail(self, step: int, error: Exception) -> None:
         """Record the first failure; ignore later ones."""
-        if not self.broken:
+        if not self.failure:
             level = logging.WARNING if isinstance(error, ProtocolError) else logging.ERROR
             log.log(level, "step %d of epoch %d failed: %s", step, self.epoch, error, exc_info=level > 30)
-            self.broken = f"step {step} failed ({error}) and the state of this Run is lost"
+            self.failure = f"step {step} failed ({error}) and the state of this Run is lost"
             self.broken_at = step
 
 
@@ -124,7 +124,7 @@ class Pipeline:
         self._together = False
         self._run: RunState | None = None  # the Run of the last hello
         self._came: Callable[[], object] = lambda: None
-        self._unproved = False  # a step failed, and the engine has not shown since that it still can run one
+        self._is_suspect = False  # a step failed, and the engine has not shown since that it still can run one
 
     def start(
         self, engine: Engine, observe: Observer | None = None, ranks: Ranks | None = None, together: bool = False
@@ -149,7 +149,7 @@ class Pipeline:
     def put(self, item: Item) -> None:
         """Block while the queue is full."""
         if item.step is not None and not item.step.HasField("hello"):
-            item.run.received += 1
+            item.run.step_count += 1
         self._work.put(item)
         self._came()
 
@@ -179,7 +179,9 @@ class Pipeline:
                     self._end_run(engine, item.run)
                 continue
             if item.step is not None and item.step.HasField("hello") and not (item.run.last_id or item.step.id):
-                if not item.run.ended.is_set():  # else a newer Run may have begun: its hello can come before this one
+                if (
+                    not item.run.has_ended.is_set()
+                ):  # else a newer Run may have begun: its hello can come before this one
                     self._reset(engine, item.run, item.step)
                 continue
             if engine.overlaps:
@@ -205,7 +207,7 @@ class Pipeline:
                 self._ranks.forward(hello)
             engine.serve(hello.hello)
             engine.reset(run.epoch)
-            if self._unproved:
+            if self._is_suspect:
                 self._prove(engine, run)
         except Exception as error:  # the thread must stay alive for the next Run
             self._look_at(error)
@@ -235,7 +237,7 @@ class Pipeline:
             self._places.acquire()
         try:
             engine.prove()
-            self._unproved = False
+            self._is_suspect = False
         except Exception as error:
             run.end()
             time.sleep(ENDED_S)
@@ -246,12 +248,12 @@ class Pipeline:
     def _submit(self, engine: Engine, item: Item) -> _Answer:
         """Submit a step; after a failure the slots are not to be trusted until a hello."""
         run, step = item.run, item.step
-        if run.ended.is_set() or step is None:
+        if run.has_ended.is_set() or step is None:
             return _Answer(run)
         watched = None
         try:
-            if run.broken:
-                raise ProtocolError(f"{run.broken}; begin a new Run")
+            if run.failure:
+                raise ProtocolError(f"{run.failure}; begin a new Run")
             if step.HasField("hello"):
                 raise ProtocolError(f"step {step.id} carries a second hello")
             if step.epoch != run.epoch or step.id != run.last_id + 1:
@@ -278,7 +280,7 @@ class Pipeline:
             if answer.inflight is not None:
                 result = engine.finish(answer.inflight, run.more)
                 if answer.id > run.broken_at:
-                    raise ProtocolError(f"{run.broken}; begin a new Run")
+                    raise ProtocolError(f"{run.failure}; begin a new Run")
                 run.results.put(result)
                 self.last_step_id = answer.id
                 if self._observe is not None:
@@ -290,7 +292,7 @@ class Pipeline:
         finally:
             if answer.watched is not None:
                 self._watchdog.end(answer.watched)
-        run.answered += 1
+        run.result_count += 1
         if error is not None:
             said = f"{type(error).__name__}: {error}" if str(error) else repr(error)
             run.results.put(worker_pb2.Result(epoch=answer.epoch, id=answer.id, error=said))
@@ -301,7 +303,7 @@ class Pipeline:
         if self._together and not isinstance(error, ProtocolError):
             # The other ranks may be inside the step, waiting for this one.
             end_process(f"a step failed on this rank, so the replica ends itself: {type(error).__name__}: {error}")
-        self._unproved = self._unproved or not isinstance(error, ProtocolError)
+        self._is_suspect = self._is_suspect or not isinstance(error, ProtocolError)
         if isinstance(error, DEVICE_LOST):
             end_process(f"the device is lost, so the worker ends itself: {error}")
 

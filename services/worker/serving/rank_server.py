@@ -40,9 +40,9 @@ class RankServer(worker_pb2_grpc.RankServicer):
     ) -> None:
         """Open the port. on_lost: gets the line for the log when the leader is lost."""
         self._engine: Engine | None = None
-        self._loaded = threading.Event()
+        self._has_loaded = threading.Event()
         self._begun = threading.Event()
-        self._ended = threading.Event()
+        self._has_ended = threading.Event()
         self._clean = False
         self._on_lost = on_lost
         self._pipeline = Pipeline()
@@ -56,11 +56,11 @@ class RankServer(worker_pb2_grpc.RankServicer):
         """Follow until the leader says that no step comes any more. `begun`: when it is there."""
         self._engine = engine
         self._pipeline.start(engine, together=True)
-        self._loaded.set()
+        self._has_loaded.set()
         if not self._begun.wait(CONNECT_S):
             self._on_lost(f"rank 0 did not come within {CONNECT_S:.0f} s: this rank ends itself")
         begun()
-        self._ended.wait()
+        self._has_ended.wait()
         self._pipeline.stop()
         self._server.stop(1.0).wait(1.0)
 
@@ -71,7 +71,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         if self._begun.is_set():
             context.abort(grpc.StatusCode.ALREADY_EXISTS, "this rank follows its leader already")
         self._begun.set()
-        self._loaded.wait()
+        self._has_loaded.wait()
         if self._engine is None:
             raise RuntimeError("loaded without an engine")
         threading.Thread(target=self._read, args=(request_iterator,), name="steps", daemon=True).start()
@@ -106,4 +106,4 @@ class RankServer(worker_pb2_grpc.RankServicer):
         if not self._clean:
             self._on_lost("rank 0 is lost: this rank ends itself")
         self._results.put(None)  # no reader is left: the call's thread ends too
-        self._ended.set()
+        self._has_ended.set()

@@ -106,7 +106,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             return
         run.tell_draining()
         by = time.monotonic() + DRAIN_S
-        while not run.ended.wait(HURRY_S) and time.monotonic() < by and not hurry():
+        while not run.has_ended.wait(HURRY_S) and time.monotonic() < by and not hurry():
             pass
 
     def stop(self, grace_s: float = 2.0) -> None:
@@ -207,7 +207,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         """Move steps from the wire to the queue; a full queue blocks, which holds the sender back."""
         try:
             for step in steps:
-                if run.ended.is_set():
+                if run.has_ended.is_set():
                     return
                 self._pipeline.put(Item(run, step, time.monotonic_ns()))
             self._pipeline.put(Item(run, None, 0))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
-from services.worker.parallel.launch import joined
+from services.worker.parallel.launch import join_group
 from services.worker.parallel.leader import Ranks
 from services.worker.parallel.state import own_gpu
 from services.worker.serving.rank_server import RankServer
@@ -199,7 +199,7 @@ def test_ranks_of_torchrun_on_one_host_see_one_gpu_each(
     told = {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "MASTER_PORT": store.port, "CUDA_VISIBLE_DEVICES": "4,7"}
     for name, value in {**told, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, str(value))
-    with joined(WorkerSettings(tp=2, pp=2, device=device)) as place:
+    with join_group(WorkerSettings(tp=2, pp=2, device=device)) as place:
         assert place is not None and place.rank == 3
         assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
@@ -217,5 +217,5 @@ def test_ranks_that_torchrun_started_amiss_are_refused(
 ) -> None:
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match=said), joined(WorkerSettings(tp=2)):
+    with pytest.raises(ConfigurationError, match=said), join_group(WorkerSettings(tp=2)):
         pass

@@ -152,13 +152,13 @@ async def test_hanging_up_ends_the_run_at_once(server: RunServer, worker: Worker
     await call.write(worker_pb2.Step(epoch=3, id=1))
     assert (await anext(call)).id == 1
     call.cancel()
-    assert worker.run is not None and await asyncio.to_thread(worker.run.ended.wait, 60)
+    assert worker.run is not None and await asyncio.to_thread(worker.run.has_ended.wait, 60)
 
 
 def test_half_closed_run_is_answered_to_its_end(server: RunServer, worker: Worker) -> None:
     call = SocketCall(server.name, iter([worker_pb2.Step(epoch=3), worker_pb2.Step(epoch=3, id=1)]), 20)
     assert worker.all_read.wait(60) and worker.run is not None
-    assert not worker.run.ended.is_set()
+    assert not worker.run.has_ended.is_set()
     assert next(call).id == 1
     worker.run.results.put(worker_pb2.Result(epoch=3, id=2))
     worker.run.end()

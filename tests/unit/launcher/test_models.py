@@ -104,7 +104,7 @@ def test_blocks_that_are_given_count_for_each_worker(given: dict[str, Any], vect
     config = load_config(DEMO_MODEL)
     assert config.head_dim == 64
     block = 2 * config.layers * config.kv_heads * 32 * vector_bytes
-    assert share.needed(0) - plain.needed(0) == 2 * blocks * block
+    assert share.needed_bytes(0) - plain.needed_bytes(0) == 2 * blocks * block
 
 
 def test_blocks_that_are_given_count_in_place_of_the_fraction() -> None:
