@@ -322,7 +322,7 @@ class Cache(ABC):
 
     @abstractmethod
     def host_tier(self, memory: Tensor) -> Tensor:
-        """Return the host tier of another cache of this layout as `copy_in` takes it, and as long as it is kept alive.
+        """Return the host tier of another cache of this layout as `copy_in` takes it. Valid while the tensor lives.
 
         memory: its bytes, [host blocks * bytes of a block] uint8 from the beginning of a page on; only read.
         """
@@ -527,8 +527,8 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     def pack_groups(self, parts: Iterable[Groups], outputs: int, inputs: int, bias: Tensor | None) -> Any:
         """Return a matrix as pack_linear, of parts that are all of one of the backend's group_formats.
 
-        `linear` multiplies it as a matrix of `Groups.plain` in float32. On a CPU the product has that matrix's bits,
-        but where `group_numerics` says otherwise. What rounds_rows says is the same to the bit wherever it is computed.
+        `linear` multiplies it as a matrix of `Groups.plain` in float32. On a CPU the product has the bits of that
+        matrix's product, unless `group_numerics` is not empty. With rounds_rows all backends give the same bits.
         """
         raise ValueError(f"weights in groups: the {self.name} backend has no kernels for them")
 

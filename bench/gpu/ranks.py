@@ -115,8 +115,8 @@ def prompts_for(engine: Engine, cases: Sequence[Case]) -> list[list[int]]:
 
 
 def generate(engine: Engine | Replica, prompts: Sequence[list[int]]) -> list[list[Drawn]]:
-    """Return TOKENS greedy tokens behind each prompt. Each prompt enters a step behind the one before it, so steps have
-    chunks beside sequences that decode, and in the end these alone."""
+    """Return TOKENS greedy tokens behind each prompt. Each prompt enters one step after the one before it: first steps
+    have chunks beside decodes, the last ones decodes alone."""
     engine.reset()
     size = engine.info().block_size
     blocks = -(-(max(map(len, prompts)) + TOKENS) // size)

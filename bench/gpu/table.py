@@ -50,8 +50,8 @@ class Kernel:
     """A kernel of bfloat16 as the table has it.
 
     block: of a launch; blocks: of the launch, by architecture and multiprocessors; shape: what the times are of;
-    moved_bytes: what such a launch reads and writes at least, where no bench counts it, operations: its products; part,
-    op: where a result of bench.gpu has it; checks: how the names of its checks begin, by default with the op.
+    moved_bytes: the least that a launch reads and writes, where no bench counts it; operations: its products; part, op:
+    where a result of bench.gpu has it; checks: how the names of its checks begin, by default with the op.
     """
 
     block: Block
@@ -239,17 +239,17 @@ def _floor_us(kernel: Kernel, peaks: Any) -> float:
 
 
 def cards() -> list[str]:
-    """Return those of which the table has the waves."""
+    """Return the cards that the table has waves for."""
     return [CARDS[arch][0] for arch in architectures()]
 
 
 def architectures() -> list[str]:
-    """Return those that the kernels are compiled for."""
+    """Return the architectures that the kernels are compiled for."""
     return list(residency.recorded())
 
 
 def _banks(spaces: Mapping[str, Mapping[str, float]], space: str) -> str:
-    """Return what is taken for one that must be, atomics apart, and the goal."""
+    """Return accesses taken per access needed, without atomics, and the goal."""
     if space not in spaces:
         return ""
     row = spaces[space]

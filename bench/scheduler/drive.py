@@ -169,7 +169,7 @@ class Drive:
 class Watch:
     """Counts disturbances of the iterations inside it: garbage collections, and switches to other processes.
 
-    The service leaves the collector as Python starts it, on; so does this. What was garbage before is collected first.
+    Like the service, it leaves Python's garbage collector on. Older garbage is collected first.
     """
 
     def __init__(self) -> None:

@@ -66,8 +66,8 @@ def decode(running: int, setup: Setup) -> dict[str, Any]:
 
 
 def admitting(drive: Drive, entering: int, prompt: int, cached: int, samples: int) -> Iterator[Iteration]:
-    """The iterations that admit `entering` prompts of `prompt` tokens at once, each time others, of which the first
-    `cached` tokens were seen before: each its own prefix. They are gone again before the next come."""
+    """Yield the iterations that admit `entering` new prompts of `prompt` tokens at once. The first `cached` tokens of
+    each are in the prefix cache, another prefix for each prompt. The prompts end before the next ones enter."""
     prefixes = [drive.prompt(cached) for _ in range(entering)]
     for sample in range(samples + WARM):
         for prefix in prefixes:

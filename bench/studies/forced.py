@@ -2,10 +2,10 @@
 
     python -m bench.studies.forced [--answers N] [--streams 1,8] [--name NAME]
 
-Steps and tokens are counted, so the machine may be busy as long as 1 ms of its time is enough to look ahead. The
-shipped core plans the steps, and the shipped process of masks says what is forced; recorded answers stand for the
-model, and the steps take virtual time. Each answer is its tenant's first one, so that no earlier answer of the schema
-is known, or all are of one tenant. Writes bench/results/forced.json.
+Steps and tokens are counted, so the machine may be busy, if 1 ms of its time is still enough to look ahead. The shipped
+core plans the steps, and the shipped process of masks says what is forced; recorded answers stand for the model, and
+the steps take virtual time. Each answer is its tenant's first one, so that no earlier answer of the schema is known, or
+all are of one tenant. Writes bench/results/forced.json.
 """
 
 from __future__ import annotations

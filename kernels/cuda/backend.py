@@ -431,10 +431,9 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     ) -> Callable[[CudaPrepared], Tensor]:
         """Run the forward pass on padding, to see what its attention is, and record it (see Graphs).
 
-        Takes the memory of all logits and of all partial results. The batches that `prepare` makes for this cache
-        from now on are planned for this forward pass. What an earlier call returned may go on where it is of the same
-        cache, sizes and attention, as passes with and without adapters are: both then read the same columns and write
-        the same logits. Any other is not to be called any more.
+        Takes the memory of all logits and of all partial results. The batches that `prepare` makes for this cache from
+        now on are planned for this forward pass. The pass of an earlier call stays valid only if it has the same cache,
+        sizes and attention: passes with and without adapters read the same columns and write the same logits.
         """
         most = min(max_tokens, max_samples)
         before = self._weight_numbers

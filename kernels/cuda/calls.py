@@ -35,7 +35,7 @@ Sizes = tuple[int, int, int]
 
 
 class Call(NamedTuple):
-    """One launch, but for the stream. `params` may be changed and launched again."""
+    """One launch, without its stream. `params` may be changed and launched again."""
 
     name: str
     grid: Sizes
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a block of a kernel takes of a multiprocessor, but for its registers."""
+    """The resources that a block of a kernel takes of a multiprocessor, without registers."""
 
     name: str
     threads: int

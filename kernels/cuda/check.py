@@ -111,7 +111,7 @@ def _in_sass(jobs: Sequence[tuple[Path, str]], made: Sequence[Cubin]) -> list[st
 
 
 def compare(found: Table, recorded: Table) -> list[str]:
-    """Return what is worse than recorded, and what the two do not have in common."""
+    """Return each figure that is worse than recorded, and each kernel that only one table has."""
     complaints = []
     for arch in sorted({*found, *recorded}):
         now, before = found.get(arch, {}), recorded.get(arch, {})

@@ -1,9 +1,9 @@
 """A forward pass recorded at a few numbers of rows, so that an iteration is one launch.
 
 A batch is padded up to the next of these numbers. A padded row has no token, no slot and no work item: the kernels
-write nothing for it but its rows of what the graph computes, which is never read. Iterations in which all sequences
-decode have graphs without the kernel for chunks. Those with more rows than any graph are computed by operations: the
-device then takes longer than the host does for their launches, and padding would make it longer still.
+write only its rows of the graph's results, and no code reads these. Iterations in which all sequences decode have
+graphs without the kernel for chunks. Those with more rows than any graph are computed by operations: the device then
+takes longer than the host does for their launches, and padding would make it longer still.
 """
 
 from __future__ import annotations

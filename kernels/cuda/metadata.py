@@ -1,6 +1,6 @@
 """A batch as the CUDA backend wants it: columns of int32 behind one another, one buffer, one copy, and its work items.
 
-What does not change its size within a graph comes first, the pages of all sequences last, so that only what is used is
+Columns of a constant size within a graph come first, the pages of all sequences last, so that only the used part is
 copied.
 """
 

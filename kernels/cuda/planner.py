@@ -46,7 +46,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What an iteration has at most."""
+    """The bounds of an iteration."""
 
     rows: int
     decodes: int  # sequences with one row, and rows that sample
@@ -164,7 +164,7 @@ def _most(work: Int32, wanted: int, least: int) -> int:
 
     A share is that part of all work which each of `wanted` seats would have. Where more tiles come than that, or one
     wave leaves an item with more than two shares, items have a share at most: begun with the longest, they end within
-    two. Tiles that have no more than two, a whole wave of almost equal ones too, gain nothing by cuts and stay whole.
+    two. Tiles of at most two shares, also a whole wave of almost equal ones, gain nothing by cuts and stay whole.
     """
     share = max(least, _whole_steps(-(-int(work.sum(dtype=np.int64)) // wanted)))
     size = longest = int(work.max(initial=0))

@@ -23,7 +23,7 @@ RESERVED_BYTES = 1 << 10  # of shared memory, by the system, for each block
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessor:
-    """What one of an architecture has."""
+    """The resources of a multiprocessor of an architecture."""
 
     threads: int
     blocks: int

@@ -69,7 +69,7 @@ def drain(
     """Drain the services that `name` selects and return a result for each.
 
     name: a role for all of its services, or the id of a worker or gateway, or a shard; an empty one is an error that
-    names those that run. say: called with each line of progress. models: those of which services are meant; none: that
+    names those that run. say: called with each line of progress. models: the models of these services; empty means that
     of the settings. Raises ConfigurationError, before the first order, for an unknown service, a silent Redis or a bad
     time.
     """

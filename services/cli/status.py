@@ -24,7 +24,7 @@ DEAD = 3
 def run(target: Target, as_json: bool, models: Sequence[str] = ()) -> int:
     """Print the state of a stack; return 0 if a model has a scheduler that leads and reports, and a worker, else 1.
 
-    models: of which the state is told; none: that of the target. The figures are of the first.
+    models: to show; empty means that of the target. The figures are of the first.
     """
     models = models or [target.settings.served_model_name]
     shard = target.settings.shard

@@ -36,7 +36,7 @@ _REASONS = (
 
 
 class Progress:
-    """What pip has done so far, read from its output."""
+    """The progress of pip, read from its output."""
 
     def __init__(self, packages: Path) -> None:
         """packages: the site-packages folder into which pip installs."""

@@ -1,6 +1,6 @@
 """See whether a service works: by the traces that it leaves in Redis, or by its health address.
 
-A trace of the process before (a record not yet expired) is read before each start and does not count.
+Before each start the probe reads the trace of the process before (a record that has not expired), and ignores that one.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def check_server(url: str, password: str | None = None, **options: Any) -> str:
 
 
 def version_text(server: dict[str, Any]) -> str:
-    """Return the version to show of `INFO server`: Valkey's redis_version is the one that it is compatible with."""
+    """Return the version to show of `INFO server`: in Valkey redis_version is only the compatible Redis."""
     return f"Valkey {server['valkey_version']}" if "valkey_version" in server else str(server["redis_version"])
 
 

@@ -288,8 +288,8 @@ class Engine:
         )
 
     def reset(self, epoch: int = 0) -> None:
-        """Begin a new Run: no slot is taken, no block holds KV, no copy runs. What stays in the blocks is never read,
-        and the results of steps in flight mean nothing. epoch: the Run's; 0 begins the same one anew."""
+        """Begin a new Run: no slot is taken, no block holds KV, no copy runs. Old content of blocks is never read, and
+        results of steps in flight are discarded. epoch: that of the Run; 0 begins the same one anew."""
         self._transfers.drain()
         if epoch:
             self._tier.begin_run(epoch)

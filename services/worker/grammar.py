@@ -161,7 +161,7 @@ class _Bound:
 
 class SlotGrammars:
     """`enter` and `order` with the sequences of a step, `left_out` before it is computed, then `masks` for those that
-    sample. Used by the thread that submits, but for `step_came`.
+    sample. For the thread that submits, except `step_came`.
     """
 
     def __init__(self, model: Path, vocab: int) -> None:

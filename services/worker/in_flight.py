@@ -136,7 +136,7 @@ class InFlightStep:
     def timings(self, ops: AnyOps, swap_ns: int) -> worker_pb2.Timings:
         """Return the timings of the Result, once the device is done.
 
-        All are of this rank, but for a step with tokens from another rank: its total ends when they arrive.
+        All are of this rank. The total of a step with tokens from another rank ends when these arrive.
         """
         timings = self.marks.timings(ops, self.queued_ns, swap_ns)
         if self.arrived_ns:

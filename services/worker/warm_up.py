@@ -17,7 +17,7 @@ from shared.wire.columns import pack
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What the largest steps took; nothing is known before the warm-up."""
+    """The duration of the largest steps; zeros before the warm-up."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0

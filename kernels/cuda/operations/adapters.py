@@ -75,7 +75,7 @@ class LowRankRoom:
         return self._scratch is not None
 
     def of(self, numbers: int) -> Tensor:
-        """Return memory for so many numbers in float32. What was returned before stays with the pairs that have it."""
+        """Return memory for so many numbers in float32. Memory that was returned before belongs to its pairs."""
         if self._scratch is None or self._scratch.numel() < numbers:
             self._scratch = self._gpu.empty((numbers,), torch.float32)
         return self._scratch[:numbers]

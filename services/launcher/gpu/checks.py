@@ -267,7 +267,7 @@ def _version_text(version: tuple[int, int]) -> str:
 def main() -> int:
     """Return 2 where no GPU can be used here, with the reason on stderr.
 
-    --any-driver: do not judge the driver, as torch, not installed yet, may be built for an older CUDA.
+    --any-driver: skip the check of the driver, as the torch to be installed may be built for an older CUDA.
     """
     checks = judge_driver(gather_driver(), "cuda")
     passed_over = "driver" if "--any-driver" in sys.argv[1:] else ""

@@ -1,8 +1,8 @@
 """The adapters of a Run by number, as the scheduler names them, and those that are kept from before.
 
-The scheduler gives each adapter a number from 1 to --max-loras, so no more are loaded than that. A number that is told
-again names another adapter from then on. What a new Run names again is still packed, unless others took its place: the
-least recently named goes first.
+The scheduler gives each adapter a number from 1 to --max-loras, so no more are loaded than that. A number that is given
+again then names another adapter. Adapters of an earlier Run stay packed until others need their places: the least
+recently named goes first.
 """
 
 from __future__ import annotations

@@ -219,14 +219,14 @@ def plan_host_blocks(
     on_gpu: bool = False,
     resident_bytes: int = 0,
 ) -> int:
-    """Block of the host tier: as set, else as many as the pool has, within a share of the host's free memory; none
-    where every slot's longest sequence fits into the pool, so that no sequence is swapped out for memory, unless the
-    worker hands over what it has prefilled. On a CPU none but for other workers: the pool is the same memory. A tier
-    that is there only for the worker that comes next has a share of what this one takes, the pool included.
+    """Return the blocks of the host tier: as set, else as many as the pool has, within a share of the host's free
+    memory. It has none if every slot's longest sequence fits into the pool, as no sequence is then swapped out, except
+    in a worker that hands over prefilled sequences. On a CPU it exists only for other workers, as the pool is in the
+    same memory. A tier that only serves the next worker has a share of this worker's memory, the pool included.
 
     resident_bytes: what the worker has taken without the pool.
 
-    Raise ConfigurationError when what was set is more than pool and machine leave.
+    Raise ConfigurationError when the setting is more than pool and machine leave.
     """
     left = free_bytes - (0 if on_gpu else blocks * block_bytes)
     if settings.host_blocks is None:

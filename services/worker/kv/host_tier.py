@@ -73,10 +73,10 @@ class HostTier:
         """Return how many blocks the tier has, and their memory, which other workers can read; None if not shared, or
         for nothing. To be called once with more than 0, on every rank.
 
-        Fewer than host_blocks where --host-blocks is not set and the folder has no room for them, as others may
-        take theirs at the same moment; but all of them, not shared, for a worker without a role that has a tier also
-        without a folder, for sequences that its pool has no room for (is_for_memory).
-        Raise ConfigurationError where there is no room for one of a worker with a role.
+        Without --host-blocks the tier has fewer than host_blocks if the folder has no room for them: other workers may
+        take room at the same moment. A worker without a role that needs the tier for sequences beyond its pool
+        (is_for_memory) then gets all blocks, not shared. Raise ConfigurationError if a worker with a role has no room
+        for one.
         """
         self._threads = torch.get_num_threads()
         if self._folder is None or not host_blocks:
@@ -166,9 +166,9 @@ class HostTier:
 
         Where room is short, what other models have kept is removed, the oldest first.
 
-        All with --host-blocks, else as many as fit into this model's part of KEPT_SHARE of `memory_bytes`, the memory
-        that the worker has: all models that keep KV have equal parts, of a half at most. Workers of one model that
-        leave at one time share its part: the first one takes what it needs.
+        That is all with --host-blocks, else as many as fit into this model's part of KEPT_SHARE of `memory_bytes`, the
+        memory of the worker. Models that keep KV have equal parts, at most a half each. Workers of one model that leave
+        at the same time share its part: the first one takes what it needs.
         """
         most = blocks if self._run.numel() and self._owner else 0
         most, memory_bytes, block_bytes = self._parallel.least([most, memory_bytes, -self._block_bytes])

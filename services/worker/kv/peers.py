@@ -36,10 +36,10 @@ MAX_NUMBER = (1 << 31) - 1
 class Tier:
     """The host tier of a worker; of several ranks the part that this rank's counterpart has.
 
-    memory: the blocks as the cache copies them; content: [host_blocks, block_bytes] uint8, the same bytes.
-    run: the epoch of the Run of which the scheduler knows the blocks; epoch: [1] int64, that of the Run that has the
-    tier, empty in the file of an older worker. stored_digests: [host_blocks] int64, 0 for a block that was not kept;
-    empty as `epoch`. is_kept: whether the file had outlived its worker when it was mapped.
+    memory: the blocks as the cache copies them; content: [host_blocks, block_bytes] uint8, the same bytes. run: the
+    epoch of the Run with the blocks that the scheduler knows; epoch: [1] int64, that of the Run that has the tier now,
+    empty in the file of an older worker. stored_digests: [host_blocks] int64, 0 for a block that was not kept; empty as
+    `epoch`. is_kept: whether the file had outlived its worker when it was mapped.
     """
 
     memory: Tensor
@@ -121,8 +121,8 @@ class Peers:
         return [number for number in new if number in self._tiers]
 
     def remove_unannounced(self) -> None:
-        """Remove files that were needed when the Run began, but of which no step has announced a peer: it is gone
-        meanwhile, or has KV that this worker cannot use. For the first step, which announces all peers."""
+        """Remove files that the hello named and the first step does not announce as peers: the peer is gone, or this
+        worker cannot use its KV. Called in the first step, which announces all peers."""
         if unannounced := self._needed_tiers - set(self._names.values()):
             self._remove(unannounced)
         self._needed_tiers.clear()

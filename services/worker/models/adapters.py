@@ -67,7 +67,7 @@ class AdapterRows:
             matrix.pairs.reserve(adapters, rank, rows)
 
     def load(self, number: int, adapter: Adapter) -> None:
-        """Pack the part of an adapter that this rank computes, in place of the one that had the number."""
+        """Pack this rank's part of an adapter. It replaces the adapter that had the number."""
         for matrix in self.matrices:
             matrix.load(number, adapter)
 

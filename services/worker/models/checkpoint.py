@@ -291,8 +291,8 @@ def trim_heap() -> None:
 
 
 def finite(source: Source, name: str, found: Tensor, largest: float = 1.0) -> Tensor:
-    """Return numbers of a tensor, in float32, of which `largest` times each is finite, in bfloat16 too. largest: the
-    largest number that a scale multiplies. Raise ModelError.
+    """Return numbers of a tensor, in float32. Each times `largest` must be finite in bfloat16. largest: the largest
+    number that a scale multiplies. Raise ModelError.
     """
     good = found.abs() * largest <= torch.finfo(torch.bfloat16).max
     if not good.all():

@@ -43,7 +43,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class RowParallelLinear(Linear):
-    """A matrix product of which each rank of a stage has some of the inputs: the products are summed."""
+    """A matrix product. Each rank of a stage has some of the inputs, and the ranks' products are summed."""
 
     parallel: ParallelState
 
@@ -171,9 +171,9 @@ class Mlp:
 
 
 class MixtureOfExperts:
-    """A router that gives each row to a few gated MLPs, its experts, of which the weighted sum is taken.
+    """A router gives each row to a few gated MLPs, its experts; their outputs are summed with weights.
 
-    Perhaps one more, the shared expert, that every row has. A rank has its part of every expert and the whole router.
+    A model may have a shared expert that computes every row. A rank has its part of every expert and the whole router.
     """
 
     def __init__(self, loader: WeightLoader, parallel: ParallelState, prefix: str, mixture: Mixture) -> None:

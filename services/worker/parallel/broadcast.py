@@ -76,7 +76,8 @@ class ReceivedTokens(Pending[Sampled]):
 
 
 class TokenBroadcast:
-    """One rank's side. The thread that submits calls `receive` and `send`; the one that finishes `confirm_copies`."""
+    """One rank's side. The thread that submits steps calls `receive` and `send`; the thread that finishes them calls
+    `confirm_copies`."""
 
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel

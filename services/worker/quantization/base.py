@@ -1,7 +1,7 @@
 """The strategy of a weight format: how a matrix is read from the checkpoint, split over ranks, packed and multiplied.
 
-A format overrides what differs from plain floating-point weights. The kernels belong to the backends: a format names
-the one that it wants (`kernels.ops.Ops.pack_linear`), `gpu_choice.KERNELS` the backends where not all multiply it.
+A format overrides what differs from plain floating-point weights. The kernels belong to the backends. A format names
+its kernels (`kernels.ops.Ops.pack_linear`); `gpu_choice.KERNELS` lists its backends, unless all multiply it.
 """
 
 from __future__ import annotations

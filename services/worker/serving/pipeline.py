@@ -1,8 +1,8 @@
 """The threads that hold the engine: one submits steps, in order; where the engine overlaps, another finishes them.
 
 So step k+1 is given to the device while step k runs. At most `Engine.max_in_flight` steps are out, more wait in a
-bounded queue. Steps of a Run that was replaced or cancelled are dropped wherever they are met, but for those that other
-ranks of the replica have.
+bounded queue. Steps of a Run that was replaced or cancelled are dropped, except steps that other ranks of the replica
+already have.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RunState:
         self.results.put(worker_pb2.Result(epoch=self.epoch, draining=True))
 
     def more(self) -> bool:
-        """Return whether a step has come behind the one that is answered next, so that another result will follow."""
+        """Return whether another result will follow the next one: a later step has come."""
         return self.step_count > self.result_count + 1
 
     def fail(self, step: int, error: Exception) -> None:

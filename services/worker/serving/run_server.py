@@ -81,7 +81,7 @@ class Outbox:
 
 class RunServer:
     """Listens from the start. begin: makes a Run the current one by its first message, or raises RefusedError; read:
-    moves the further steps of a Run to the engine, and returns when there are no more.
+    moves the later steps of a Run to the engine, and returns after the last one.
     """
 
     def __init__(

@@ -97,8 +97,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     def drain(self, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Ask the scheduler to send no more steps, and wait until it has ended its Run, which it does when those that
-        it sent are answered; DRAIN_S at most, and not after `hurry` says so."""
+        """Ask the scheduler to send no more steps, and wait until it has ended its Run: it does so when all its steps
+        are answered. Wait for DRAIN_S at most, and not after `hurry` returns True."""
         self._health.enter_graceful_shutdown()
         with self._lock:
             self._draining, run = True, self._current
