@@ -55,7 +55,7 @@ INT4 = GroupFormat(4, 32)
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What a value of --quantize rounds weights to while they are loaded."""
+    """The form that a value of --quantize rounds weights to while they are loaded."""
 
     bits_per_weight: float
     backends: tuple[str, ...]

@@ -105,7 +105,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one iteration computes, on the host. Sequence s owns rows query_start[s]:query_start[s + 1].
+    """The tokens of one iteration, on the host. Sequence s owns rows query_start[s]:query_start[s + 1].
 
     Its rows are consecutive positions and end at context[s] - 1; the KV of positions 0 .. context[s] - 1 lies, after
     this iteration's writes, in blocks tables[s, : ceil(context[s] / block_size)].
@@ -190,7 +190,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What the attention of one layer is, beyond its sizes."""
+    """The attention of one layer, without its sizes."""
 
     heads: int
     scale: float
@@ -263,7 +263,8 @@ class Up:
 
 
 class LowRankPairs:
-    """What adapters add to x @ weight.T of a weight: up(down(x)), by the adapter's number (LoRA, arXiv 2106.09685)."""
+    """The products that adapters add to x @ weight.T of a weight: up(down(x)), by the adapter's number (LoRA, arXiv
+    2106.09685)."""
 
     def __init__(self, ops: AnyOps, shape: LowRankShape) -> None:
         self.shape = shape
@@ -427,7 +428,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What R given tokens have under the model's distribution, on the host: [R] columns, and [R, K] of the most likely.
+    """Log-probabilities of R given tokens under the model's distribution, on the host: [R] columns, and [R, K] of the
+    most likely.
 
     ranks: how many ids have a logit at least as large as the token's. status: STATUS_*; other numbers of rows that are
     not fine mean nothing. ids are -1 where the vocabulary has fewer than K; equal ones come in any order.

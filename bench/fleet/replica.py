@@ -59,7 +59,8 @@ class Size:
 
 
 class Requests:
-    """What the replicas share of the requests, one entry each. prompt and output change when a request starts anew."""
+    """The data of requests that the replicas share, one entry each. prompt and output change when a request starts
+    anew."""
 
     def __init__(self, prompt: list[int], output: list[int], group: list[int], prefix_tokens: int) -> None:
         n = len(prompt)

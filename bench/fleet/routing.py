@@ -90,7 +90,7 @@ class TwoChoices(Router):
 
 
 class Prefix(TwoChoices):
-    """Where the prefix lies, as long as that replica is not loaded beyond the guard; else the less loaded of two."""
+    """Choose the replica with the prefix, unless its load is beyond the guard; then the less loaded of two."""
 
     def __init__(self, replicas: list[Replica], seed: int) -> None:
         super().__init__(replicas, seed)

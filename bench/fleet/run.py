@@ -90,7 +90,7 @@ TTFT_S, TBT_S = 2.0, 0.1  # limits of a good answer: docs/simulate.md#json
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What runs. speeds: of the replicas, in turn. mtbf_s: of one replica, 0: none fails."""
+    """The settings of a run. speeds: of the replicas, in turn. mtbf_s: of one replica, 0 means that none fails."""
 
     replicas: int
     routing: str

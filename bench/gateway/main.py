@@ -69,7 +69,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What was so at one moment."""
+    """The counters at one moment."""
 
     at: float
     tokens: int

@@ -46,7 +46,7 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What runs."""
+    """The processes of the stack."""
 
     gateway_pid: int
     redis_pid: int

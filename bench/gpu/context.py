@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a part knows. `found` holds the results of the parts before it."""
+    """The input of a part. `found` holds the results of the parts before it."""
 
     device: str
     quick: bool

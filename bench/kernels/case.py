@@ -25,7 +25,7 @@ SAID = 200  # characters of an error that are kept
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all cases of a run share."""
+    """The data that all cases of a run share."""
 
     clock: Clock
     peaks: Peaks
@@ -36,7 +36,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`time` returns microseconds of one call; so do the peers, torch's ways to the same result."""
+    """`time` returns microseconds of one call; `peers`, torch's ways to the same result, do the same."""
 
     op: str
     shape: str
@@ -52,7 +52,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is kept of a case. Times are None where the kernel was wrong or a peer could not run; then `said` tells."""
+    """The result of a case. Times are None where the kernel was wrong or a peer could not run; `said` then has the
+    reason."""
 
     op: str
     shape: str

@@ -188,7 +188,7 @@ class DeviceClock(Clock):
         return us
 
     def host_us(self, call: Thunk, calls: int) -> float:
-        """What the host spends on giving one piece of work, by its own clock. The device must do it in less time: a
+        """Return the host's time to submit one piece of work, by its own clock. The device must do it in less time: a
         driver's queue holds some thousand pieces, and a further one waits."""
         call()
         self._device.main.record().wait()

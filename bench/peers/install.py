@@ -38,7 +38,7 @@ class InstallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What one environment holds and how it is repaired. `steps` are further functions of this file, by name.
+    """The packages of one environment and its repairs. `steps` are further functions of this file, by name.
 
     A recipe that makes files of a model has the model's name in `model` and no packages.
     """

@@ -36,7 +36,7 @@ class NotRunningError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every part is measured with. `samples`: iterations of a figure, divided into `rounds`."""
+    """The fixture of every part. `samples`: iterations of a figure, divided into `rounds`."""
 
     policy: str = "orcinus"
     lookahead: int = 1

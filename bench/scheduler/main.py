@@ -1,5 +1,5 @@
-"""What an iteration costs the scheduler: plan and apply, in steady decode and when prompts enter; what it sends and
-writes besides; and how the cost grows with what runs, what waits and how many blocks there are.
+"""Measure the cost of an iteration in the scheduler: plan and apply, in steady decode and when prompts enter; messages
+and writes; and the growth of the cost with running sequences, waiting ones and blocks.
 
 `orcinus bench scheduler [--json]`. No worker, no socket: tokens come from an array. Goals stand beside the figures.
 """

@@ -166,7 +166,7 @@ def _protobuf(done: Iteration) -> tuple[int, int]:
 
 
 class _Desk:
-    """What the service does with an iteration besides the core: statistics, and the publish script's call."""
+    """The service's work in an iteration besides the core: statistics, and the publish script's call."""
 
     def __init__(self) -> None:
         self._stats = Stats(0)

@@ -22,7 +22,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What makes a request a good one: TTFT, and the P99 of its gaps (below 100 gaps the largest)."""
+    """The limits of a good request: TTFT, and the P99 of its gaps (below 100 gaps the largest)."""
 
     ttft_s: float = 2.0
     gap_s: float = 0.100

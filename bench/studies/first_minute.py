@@ -51,7 +51,7 @@ FONTS = re.compile(r"@font-face\s*\{.*?\}", re.DOTALL)
 
 @dataclass(slots=True)
 class Start:
-    """What one `make run` printed: seconds since its start, and the line."""
+    """The output of one `make run`: seconds since its start, and the line."""
 
     lines: list[tuple[float, str]]
     answer: str

@@ -1,4 +1,4 @@
-"""What a local stack costs beside its model: memory of all processes, CPU a token outside the engine.
+"""Measure the cost of a local stack beside its model: memory of all processes, CPU a token outside the engine.
 
     python -m bench.studies.footprint [--model DIR] [--json]
 

@@ -63,7 +63,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Count:
-    """What a run took."""
+    """The figures of a run."""
 
     rows: int = 0
     tokens: int = 0

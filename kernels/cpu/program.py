@@ -51,7 +51,7 @@ def address(array: npt.NDArray[Any]) -> int:
 
 
 class Runner(Protocol):
-    """What the operations of the backend write to."""
+    """The target of the backend's operations."""
 
     def rows(self, x: Tensor) -> int:
         """Return the rows of x: a number or a symbol."""

@@ -1,5 +1,5 @@
-"""What a compiled program says of itself: registers and shared memory from ptxas's log, constants from the ELF file,
-accesses to local memory from its SASS where NVIDIA's nvdisasm is installed (a wheel, nvidia-cuda-nvdisasm)."""
+"""Read facts of a compiled program: registers and shared memory from ptxas's log, constants from the ELF file, accesses
+to local memory from its SASS where NVIDIA's nvdisasm is installed (a wheel, nvidia-cuda-nvdisasm)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _EMPTY = 8  # SHT_NOBITS: no bytes in the file
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one kernel takes of a multiprocessor. Shared memory is what it declares, without the dynamic part."""
+    """The resources that one kernel takes of a multiprocessor. Shared memory is what it declares, without the dynamic
+    part."""
 
     registers: int  # of a thread
     shared_bytes: int

@@ -1,4 +1,4 @@
-"""What the CUDA backend asks of a device: streams, launches, events, pinned memory, recorded work to run again.
+"""The interface of a device for the CUDA backend: streams, launches, events, pinned memory, recorded work to run again.
 
 `CudaDevice` is a GPU; `kernels.emulator.device.EmulatedDevice` runs the same kernels on a CPU and puts off what a
 GPU may put off, so that a missing wait shows there.

@@ -67,7 +67,7 @@ def rooms_up_to(tokens: int, samples: int, layer_numbers: int, adapters: bool = 
 
 
 class Graphs:
-    """What CudaOps.compile returns: replays a graph for batches that were prepared for one, else runs operations."""
+    """The result of CudaOps.compile: replay a graph for batches that were prepared for one, else run operations."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class Cubin:
 
 
 class _Stream:
-    """What CuPy asks of a stream. CuPy's class for foreign streams warns at every construction."""
+    """The protocol of a stream for CuPy. CuPy's class for foreign streams warns at every construction."""
 
     __slots__ = ("ptr",)
 

@@ -135,7 +135,7 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the attention kernels launch, padding included, and for which attention it was planned."""
+    """The work of the attention kernels, padding included, and the attention that it was planned for."""
 
     group: int
     window: int  # the widest that the plan covers; 0: any

@@ -109,7 +109,7 @@ class EmulatedStream(Stream):
 
 
 class _Recording:
-    """What was given to `main` while a function ran, and the memory that it took."""
+    """The work given to `main` while a function ran, and the memory that it took."""
 
     def __init__(self) -> None:
         self.work: list[_Work | Callable[[], object]] = []

@@ -67,7 +67,7 @@ Sizes = tuple[int, int, int]
 
 
 class Banks(NamedTuple):
-    """What an instruction took in a launch.
+    """The cost of an instruction in a launch.
 
     space: where it reads or writes, at: line of the source, requests: of warps, taken: wavefronts or sectors, least:
     how many it could be.

@@ -28,7 +28,7 @@ def pull(
     ] = "",
     json: Json = False,
 ) -> None:
-    """Fetch a model from the Hugging Face Hub, or what is missing of it; a run that was cut off goes on where it ended.
+    """Fetch the missing files of a model from the Hugging Face Hub. After an interrupted run, go on where it ended.
 
     Settings of huggingface_hub apply: HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
     """

@@ -68,7 +68,7 @@ def model_problem(model: Path, load_format: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What config.json and the headers of the weights say."""
+    """Facts from config.json and the headers of the weights."""
 
     dtype: str
     tensors: Mapping[str, tuple[int, ...]]  # shape by name; of dummy weights the matrices
@@ -211,7 +211,7 @@ def memory_problem(model: Path, worker: WorkerSettings, replicas: int = 1) -> st
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one of several models takes of a machine's memory. replica_bytes: weights of one of its workers, and the
+    """The memory of a machine that one of several models takes. replica_bytes: weights of one of its workers, and the
     blocks that the settings give it.
     """
 

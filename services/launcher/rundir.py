@@ -21,7 +21,7 @@ ANOTHER_UP = 'orcinus up --run-dir .run2 --port 8010, or make run PORT=8010 ARGS
 
 @dataclass(frozen=True, slots=True)
 class StackFacts:
-    """What other commands need to know of a running stack. No secrets."""
+    """Facts of a running stack for other commands. No secrets."""
 
     model: str  # served model name
     shard: str

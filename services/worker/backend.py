@@ -1,8 +1,8 @@
 """Choose the kernels, the device and the type that a worker computes with; the log says which.
 
 `auto` is a GPU if one can be used, else the C++ kernels where they can be had, in the checkpoint's type. Nothing is
-measured: the same machine, model and settings give the same choice, so answers do not change with a busy moment. What
-the operator asks for by name is used or refused, never replaced.
+measured: the same machine, model and settings give the same choice, so answers do not change with a busy moment. A
+backend that the operator names is used or refused, never replaced.
 """
 
 from __future__ import annotations

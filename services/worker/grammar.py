@@ -51,7 +51,7 @@ TOGETHER_S = 5.0
 
 @dataclass(slots=True)
 class Question:
-    """What masks are computed from: those behind the outputs and each guess.
+    """The input of masks: those behind the outputs and each guess.
 
     forced: with the masks, as of GrammarProcess. took_s: how long each took, without the wait for its turn.
     """

@@ -66,7 +66,7 @@ class Marks:
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """What `Engine.submit` hands to `Engine.finish`."""
+    """A step between `Engine.submit` and `Engine.finish`."""
 
     epoch: int
     id: int

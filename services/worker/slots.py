@@ -30,7 +30,7 @@ ANY = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """What a step computes: [C] columns, and which of them sample.
+    """The chunks of a step: [C] columns, and which of them sample.
 
     A chunk that samples draws behind its last known token and behind each of its drafts: `rows` says where.
     """

@@ -38,7 +38,7 @@ WARM_S = 2.0
 
 
 class TokenCounter:
-    """What stands for the publisher: counts tokens."""
+    """A stand-in of the publisher: count tokens."""
 
     def __init__(self) -> None:
         self.tokens = 0

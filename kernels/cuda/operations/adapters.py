@@ -1,4 +1,5 @@
-"""What adapters add to rows: their matrices in device memory, and the rows of an iteration in items of one adapter.
+"""Add the products of adapters to rows: their matrices in device memory, and the rows of an iteration in items of one
+adapter.
 
 `reserve` takes their memory, so that a recording finds them where they were: a new iteration overwrites the items, a
 new adapter the matrices of its number. Both go to `main`, behind the kernels of earlier iterations.

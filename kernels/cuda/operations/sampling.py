@@ -107,7 +107,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _ResultShape:
-    """What the results of so many rows hold."""
+    """The layout of the results of so many rows."""
 
     rows: int
     logprobs: bool
@@ -127,7 +127,7 @@ class _Pinned:
 
 
 class _Room:
-    """What the blocks of one row leave for the last of them; one launch after the other uses it."""
+    """Results that the blocks of one row leave for the last of them; one launch after the other uses it."""
 
     def __init__(self, device: Device, blocks: int) -> None:
         listed = (blocks, calls.SAMPLER_LISTED)

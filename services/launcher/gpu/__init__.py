@@ -1,1 +1,2 @@
-"""What a machine says of its GPUs and what must fit. Standard library only: `make` asks before it installs."""
+"""The GPUs of a machine, and checks that driver, torch and kernels fit them. Standard library only: `make` asks before
+it installs."""

@@ -17,7 +17,7 @@ from kernels.ops import AnyOps, Int32, LowRankShape, RowsByAdapter
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What an adapter adds to x @ weight.T of a matrix: (x @ down.T) @ up.T."""
+    """The product that an adapter adds to x @ weight.T of a matrix: (x @ down.T) @ up.T."""
 
     down: Tensor  # [rank, inputs]
     up: Tensor  # [outputs, rank] float32, with the scale of the adapter

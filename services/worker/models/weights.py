@@ -276,7 +276,7 @@ class WeightLoader:
         return None if name is None else self.norm(f"{prefix}{name}", size)
 
     def unused(self) -> list[str]:
-        """Return the tensors that no layer has read, but for those that a decoder may ignore."""
+        """Return the tensors that no layer has read, except those that a decoder may ignore."""
         others = (f"{self.names.lm_head}.", *self.config.family.unread)
         return [name for name in self.source.unread() if not name.endswith(BUFFERS) and not name.startswith(others)]
 

@@ -1,4 +1,4 @@
-"""What the formats of quantized checkpoints share: matrices that stay plain, and integers in words of 32 bits.
+"""Common code of the formats of quantized checkpoints: matrices that stay plain, and integers in words of 32 bits.
 
 `models/stored.py` says how a checkpoint stores its matrices; each format is a file beside this one. A weight is
 (q - zero) * scale in float32, of the integers and the scale as the file has them: exact with a 16-bit scale, else

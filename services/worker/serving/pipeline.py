@@ -88,8 +88,8 @@ class RunState:
 
 @dataclass(frozen=True)
 class Item:
-    """What comes from the wire: a step, or with None the end of the Run's requests; with `over` nothing of the Run
-    comes any more, however it ended."""
+    """A message from the wire: a step, or None at the end of the Run's requests. `over` marks the last message of a
+    Run, however the Run ended."""
 
     run: RunState
     step: worker_pb2.Step | None
