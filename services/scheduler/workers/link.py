@@ -132,7 +132,7 @@ class WorkerLink:
         except StopAsyncIteration:
             raise ProtocolError(f"the stream of worker {self.worker.id} ended before its Run began") from None
         if not first.begun:
-            raise ProtocolError(f"worker {self.worker.id} answered hello with something else; update the worker")
+            raise ContractError(f"worker {self.worker.id} answered hello with something else; update the worker")
 
     async def send(self, step: worker_pb2.Step) -> None:
         """Send a step. Raises AioRpcError, or ProtocolError when the stream has ended."""
@@ -151,18 +151,17 @@ class WorkerLink:
         """Yield results in the order of the steps, until the stream ends or a worker that drains has answered all.
 
         has_last_step: returns whether such a worker gets one further step.
-        Raises AioRpcError, ProtocolError, or StepFailedError at the first step that could not be executed.
+        Raises AioRpcError, ProtocolError, ContractError at an answer to another step, or StepFailedError at the first step
+        that could not be executed.
         """
         async for result in self._answers():
-            if result.begun:
-                continue
             if result.draining:
                 self.drains = True
                 if not self._sent and not has_last_step():
                     return
                 continue
             if not self._sent or result.epoch != self.epoch or result.id != self._sent[0][0]:
-                raise ProtocolError(
+                raise ContractError(
                     f"worker {self.worker.id} answered step {result.id} of epoch {result.epoch}; "
                     f"expected {self._sent[0][0] if self._sent else 'none'} of epoch {self.epoch}"
                 )

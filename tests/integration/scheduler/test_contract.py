@@ -239,7 +239,7 @@ def timed(**times: int) -> Spoil:
     return lambda result: result.timings.MergeFrom(worker_pb2.Timings(**times))
 
 
-def column(name: str, change: Callable[[bytes], bytes]) -> Spoil:
+def column(name: str, change: Callable[[Any], Any]) -> Spoil:
     return lambda result: setattr(result, name, change(getattr(result, name)))
 
 
@@ -313,6 +313,9 @@ def forcing(slots: list[int], counts: list[int], ids: list[int]) -> Spoil:
         (forcing([-1], [17], 17 * [7]), "forced_counts: 17 tokens of one slot (limit 16)", 0),
         (forcing([-1], [2], [7, -7]), f"forced_tokens: -7 is outside the vocabulary of {VOCABULARY}", 0),
         (forcing([-1], [2], [7, VOCABULARY]), f"forced_tokens: {VOCABULARY} is outside", 0),
+        (column("id", lambda old: old + 1), "answered step 2 of epoch", 0),
+        (lambda result: result.CopyFrom(worker_pb2.Result(begun=True)), "answered step 0 of epoch 0", 0),
+        (column("epoch", lambda old: 0), "of epoch 0; expected 1", 0),
     ],
 )
 async def test_wrongly_answering_worker_is_dropped_and_its_requests_go_on(
