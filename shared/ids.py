@@ -6,21 +6,37 @@ import hmac
 import os
 import secrets
 import socket
+from typing import NamedTuple
 
-BEGINNINGS = {
-    "completions": "cmpl-", "chat": "chatcmpl-", "responses": "resp_", "messages": "msg_", "embeddings": "embd-",
-    "embed": "embed-", "rerank": "rerank-", "score": "score-",
-}  # fmt: skip
+
+class Endpoint(NamedTuple):
+    """An endpoint with requests in the queue."""
+
+    id_prefix: str  # of the ids of its requests
+    path: str
+
+
+ENDPOINTS = {
+    "completions": Endpoint("cmpl-", "/v1/completions"),
+    "chat": Endpoint("chatcmpl-", "/v1/chat/completions"),
+    "responses": Endpoint("resp_", "/v1/responses"),
+    "messages": Endpoint("msg_", "/v1/messages"),
+    "embeddings": Endpoint("embd-", "/v1/embeddings"),
+    "embed": Endpoint("embed-", "/v2/embed"),
+    "rerank": Endpoint("rerank-", "/v1/rerank"),
+    "score": Endpoint("score-", "/v1/score"),
+}
+"""By the name in the record of a request. The tasks of a model (`ModelText.tasks`) are some of these names."""
 
 
 def request_id(endpoint: str) -> str:
     """Return a new id such as `cmpl-...` with 120 random bits, so that no client can guess the id of another."""
-    return BEGINNINGS[endpoint] + secrets.token_hex(15)
+    return ENDPOINTS[endpoint].id_prefix + secrets.token_hex(15)
 
 
 def kind_of(made: str) -> str:
     """Return the endpoint of a request id."""
-    return next(endpoint for endpoint, beginning in BEGINNINGS.items() if made.startswith(beginning))
+    return next(name for name, endpoint in ENDPOINTS.items() if made.startswith(endpoint.id_prefix))
 
 
 def named_request_id(endpoint: str, tenant: str, secret: bytes, name: str, model: str = "") -> str:
@@ -29,7 +45,7 @@ def named_request_id(endpoint: str, tenant: str, secret: bytes, name: str, model
     """
     text = f"{tenant}\n{endpoint}\n{name}" + (f"\n{model}" if model else "")
     digest = hmac.digest(secret or tenant.encode(), text.encode(), "sha256").hex()[:30]
-    return BEGINNINGS[endpoint] + digest
+    return ENDPOINTS[endpoint].id_prefix + digest
 
 
 def process_id(role: str) -> str:

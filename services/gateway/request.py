@@ -27,7 +27,7 @@ from google.protobuf.message import Message
 
 from protos import queue_pb2
 from services.gateway.errors import RETRY, ApiError, other_version
-from shared.ids import BEGINNINGS
+from shared.ids import ENDPOINTS
 from shared.keys import CLASSES, grammar_name
 from shared.redis_client import GRAMMAR_APART_BYTES, PROMPT_APART_BYTES
 from shared.text.logprobs import prompt_record_bytes, record_bytes
@@ -276,7 +276,7 @@ class GenerationSpec:
             raise other_version(wire.version, OLDEST, VERSION)
         fields: dict[str, Any] = {name: getattr(wire, name) for name in DELIVERY_FIELDS}
         fields["stop"], fields["markers"] = list(wire.stop), list(wire.markers)
-        if not 0 < len(wire.prompt_tails) * wire.n <= MAX_CHOICES or wire.endpoint not in BEGINNINGS:
+        if not 0 < len(wire.prompt_tails) * wire.n <= MAX_CHOICES or wire.endpoint not in ENDPOINTS:
             raise ValueError(f"delivery: {len(wire.prompt_tails)} prompts, n={wire.n}, endpoint {wire.endpoint!r}")
         if wire.reasoning not in ("", UNDECIDED, THINKING, FRAMED, CHANNELS):
             raise ValueError(f"delivery: reasoning {wire.reasoning!r} is no state of thinking")

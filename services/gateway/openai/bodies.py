@@ -37,6 +37,7 @@ from services.gateway.models import ServedModel
 from services.gateway.request import ARRIVAL, Arrival, GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
+from shared.ids import ENDPOINTS
 from shared.messages import quote, shorten
 from shared.text import bounded_json
 from shared.text.logprobs import MOST as MOST_LOGPROBS
@@ -762,20 +763,10 @@ def choose_adapter(model: ServedModel, spec: GenerationSpec) -> ApiError | None:
     return None
 
 
-TASKS = {
-    "chat": "/v1/chat/completions",
-    "completions": "/v1/completions",
-    "embeddings": "/v1/embeddings",
-    "rerank": "/v1/rerank",
-    "score": "/v1/score",
-}
-"""What a model may be for, and where that is asked for."""
-
-
 def check_task(model: ModelText, task: str) -> None:
     """Raise ApiError for what the model cannot do."""
     if task not in model.tasks:
-        paths = ", ".join(TASKS[other] for other in model.tasks)
+        paths = ", ".join(ENDPOINTS[other].path for other in model.tasks)
         text = f"model: this model is for {', '.join(model.tasks)}, not for {task}; use {paths}, or another model"
         raise ApiError(400, text, param="model", code="unsupported_task")
 

@@ -154,7 +154,7 @@ async def result(
 
 
 def _form_of(request_id: str, forms: Mapping[str, Form]) -> Form | None:
-    matches = (form for kind, form in forms.items() if request_id.startswith(ids.BEGINNINGS[kind]))
+    matches = (form for kind, form in forms.items() if request_id.startswith(ids.ENDPOINTS[kind].id_prefix))
     return next(matches, None)
 
 

@@ -809,7 +809,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 def check_name(response_id: str) -> None:
     """Raise ApiError(404) for what is no id of a response."""
-    if not response_id.startswith(ids.BEGINNINGS[KIND]) or len(response_id) > MOST_ID:
+    if not response_id.startswith(ids.ENDPOINTS[KIND].id_prefix) or len(response_id) > MOST_ID:
         raise unknown_request(response_id)
 
 
@@ -918,7 +918,7 @@ def stored_items(items: Sequence[dict[str, Any]], response_id: str) -> list[dict
     """Return items as clients read them: with ids, those of the response and their place where they have none, and with
     the text of a message as a part.
     """
-    ending = response_id.removeprefix(ids.BEGINNINGS[KIND])
+    ending = response_id.removeprefix(ids.ENDPOINTS[KIND].id_prefix)
     given = [{name: value for name, value in item.items() if value is not None} for item in items]
     stored = [{"id": f"item_{ending}_{index}", "type": "message", **item} for index, item in enumerate(given)]
     for item in stored:

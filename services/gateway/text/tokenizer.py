@@ -101,7 +101,7 @@ class ModelText:
         if architecture in SCORE_ENCODERS:
             self.pairs = CrossEncoder(config, where, self._bounded)
         self.tasks = self._tasks()
-        """What the model is for: the keys of openai/bodies.py, TASKS."""
+        """What the model is for: keys of ENDPOINTS in shared/ids.py."""
         self.longest = self.text.longest
         """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
         self._bounded.encoders.make_ready()
