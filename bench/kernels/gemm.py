@@ -53,7 +53,7 @@ def measure(
     library: Library, peaks: Floor, name: str, shape: tuple[int, int], rows: Sequence[int], options: argparse.Namespace
 ) -> list[Row]:
     outputs, inputs = shape
-    weight_format = library.weight_formats[name]
+    weight_format = library.format_numbers[name]
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     weight_bytes = library.packed_bytes(weight_format, outputs, inputs)
     copies = max(1, options.megabytes * 1_000_000 // weight_bytes)
@@ -156,7 +156,7 @@ def _fastest(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     library = load()
-    formats = [*library.weight_formats]
+    formats = [*library.format_numbers]
     parser = argparse.ArgumentParser(prog="python -m bench.kernels.gemm", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="OUTPUTSxINPUTS")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)

@@ -85,7 +85,7 @@ class Packed:
     bias: Tensor | None  # [outputs] float32
     outputs: int
     inputs: int
-    weight_format: int  # a number of Library.weight_formats
+    format_number: int  # of Library.format_numbers
     computes_in: torch.dtype
 
 
@@ -195,7 +195,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         self.device = torch.device("cpu")
         self.library = library
         self.group_formats = library.group_formats
-        self.weight_formats = frozenset(library.weight_formats) - set(DTYPE_NAMES.values()) - library.group_formats
+        self.weight_formats = frozenset(library.format_numbers) - set(DTYPE_NAMES.values()) - library.group_formats
         self.threads = threads
         self._immediate = Immediate(library, threads)
         self._runner: Runner = self._immediate
@@ -259,12 +259,12 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             numbers = part.numbers if isinstance(part, Groups) else part
             source = FLOAT32 if groups else dtype_code(numbers.dtype)
             name = groups.group_format if groups else weight_format or DTYPE_NAMES[numbers.dtype]
-            number = self.library.weight_formats[name]
+            number = self.library.format_numbers[name]
             if packed is None:
                 memory = large(self.library.packed_bytes(number, outputs, inputs))
                 packed = Packed(memory, bias, outputs, inputs, number, torch.float32 if groups else numbers.dtype)
             rows = numbers.shape[0]
-            if number != packed.weight_format or numbers.shape[1] != inputs:
+            if number != packed.format_number or numbers.shape[1] != inputs:
                 raise ValueError(f"rows of {numbers.shape[1]} numbers in {name} were given after others")
             if first + rows > outputs:
                 raise ValueError(f"{first + rows} rows were given for a weight of {outputs}")
@@ -319,7 +319,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
                 outputs=part.outputs,
                 out_stride=outputs,
                 dtype=DTYPES[x.dtype],
-                weight_format=part.weight_format,
+                weight_format=part.format_number,
                 out_dtype=DTYPES[dtype],
             )
             self._runner.emit(rows, args, None, part)
@@ -338,7 +338,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     ) -> Tensor:
         packed = isinstance(table, Packed)
         if isinstance(table, Packed):
-            vocab, hidden, code = table.outputs, table.inputs, table.weight_format
+            vocab, hidden, code = table.outputs, table.inputs, table.format_number
             dtype = table.computes_in
         else:
             vocab, hidden = table.memory.shape
@@ -594,7 +594,7 @@ def _side_by_side(experts: Sequence[AnyPacked]) -> list[_ExpertPart]:
         shapes = {(part.outputs, part.inputs) for part in parts}
         if len(shapes) != 1:
             raise ValueError(f"experts of {len(shapes)} shapes: the cpu backend has no kernels for them")
-        weights = (ExpertWeight(part.memory.data_ptr(), _pointer(part.bias), part.weight_format) for part in parts)
+        weights = (ExpertWeight(part.memory.data_ptr(), _pointer(part.bias), part.format_number) for part in parts)
         found.append(_ExpertPart((ExpertWeight * len(parts))(*weights), *shapes.pop()))
     return found
 

@@ -60,9 +60,9 @@ class Library:
         self._numerics.argtypes, self._numerics.restype = (c_int32,), ctypes.c_char_p
         lib.orcinus_weight_format.restype = ctypes.c_char_p
         names = iter(map(lib.orcinus_weight_format, map(c_int32, itertools.count())).__next__, None)
-        self.weight_formats = {name.decode(): number for number, name in enumerate(names)}
+        self.format_numbers = {name.decode(): number for number, name in enumerate(names)}
         """Name of a weight format (src/formats.h) -> its number."""
-        self.group_formats = frozenset(n for n, number in self.weight_formats.items() if lib.orcinus_is_grouped(number))
+        self.group_formats = frozenset(n for n, number in self.format_numbers.items() if lib.orcinus_is_grouped(number))
         """Those that are packed from Groups."""
         lib.orcinus_group_order.restype = ctypes.c_char_p
         self.group_order = bytes(lib.orcinus_group_order()).decode()

@@ -1,4 +1,5 @@
-// The weight formats: one format is one file of formats/ and its name in the list below.
+// The weight formats: one format is one file of formats/ and its name in the list below; those of Groups have a list in
+// formats/groups.h.
 //
 // A format is a struct of constants and inline functions. gemm_kernel.h multiplies with them; gemm.cpp packs, unpacks
 // and makes a row of its table of functions from each. A packed weight is panels of WIDTH outputs, a panel is steps of
@@ -29,10 +30,7 @@
 #include "formats/int8.h"
 #include "formats/w8a8.h"
 
-template <class... W>
-struct Formats {};
-
 // A format's place is its number in LinearArgs and EmbedArgs; Python asks for the names (orcinus_weight_format).
-typedef Formats<Float32, Bfloat16, Int8, Int2x16Mins, Int4x16, Int4x32, Int4x32Mins, Int4x128, Int4x128Mins, Int8x16,
-                Int8x32, Int8x32Mins, Int8x128, Int8x128Mins, Float4x32, Iq4x32, W8A8>
-    WeightFormats;
+template <class... G>
+Formats<Float32, Bfloat16, Int8, G..., W8A8> with_groups(Formats<G...>);
+typedef decltype(with_groups(GroupFormats{})) WeightFormats;

@@ -316,13 +316,13 @@ def test_scores_of_gemmas_27b_models_are_divided_by_another_root(
 def formats(model: Path, **settings: Any) -> list[str]:
     """The formats that embedding, head, q, k and v, and the first matrix of the MLP are held in."""
     decoder = make_engine(model, kernels="cpu", block_size=16, **settings).decoder
-    layer, names = decoder.layers[0], {number: name for name, number in load().weight_formats.items()}
+    layer, names = decoder.layers[0], {number: name for name, number in load().format_numbers.items()}
     packed = (decoder.embed_tokens, decoder.lm_head, layer.attention.qkv_proj.weight, layer.mlp.gate_up_proj.weight)
     found = []
     for one in packed:
         parts = getattr(one, "parts", (one,))
         found.append(
-            "+".join(names[part.weight_format] if hasattr(part, "weight_format") else "plain" for part in parts)
+            "+".join(names[part.format_number] if hasattr(part, "format_number") else "plain" for part in parts)
         )
     return found
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kernels.cpu.commands import BFLOAT16, FLOAT32, EmbedArgs, LinearArgs, Step, command
 from kernels.cpu.library import Library
-from kernels.formats import TABLES
+from kernels.formats import INT4, TABLES, W8A8, GroupFormat
 from kernels.ops import W8A8_INPUTS, Groups
 from tests.kernels import cpu_variants
 from tests.kernels.sequences import HARD_VECTORS
@@ -94,7 +94,7 @@ class Gemm:
     def _pack(self, name: str, parts: list[tuple[Any, ...]]) -> Weight:
         """Of each part, its rows and what the library reads them by."""
         outputs, inputs = sum(len(rows) for rows, *_ in parts), parts[0][0].shape[1]
-        number = self._library.weight_formats[name]
+        number = self._library.format_numbers[name]
         size = self._library.packed_bytes(number, outputs, inputs)
         memory = np.full(size + 64, 0xA5, np.uint8)
         packed = -(-memory.ctypes.data // 64) * 64
@@ -203,6 +203,13 @@ class Expected:
             bound = bound + np.abs(exact) * 2.0**-8
         assert np.isfinite(found).all()
         assert (np.abs(found - exact) <= bound).all(), np.abs(found - exact).max()
+
+
+def test_library_has_a_format_of_every_table_and_of_int4(variant: str) -> None:
+    names = cpu_variants.library(variant).group_formats - {W8A8}
+    assert {GroupFormat.parse(name).name for name in names} == names
+    assert {GroupFormat.parse(name).table for name in names} == {"", *TABLES}
+    assert INT4.name in names
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)

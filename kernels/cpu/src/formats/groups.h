@@ -15,14 +15,17 @@ struct Unpacked : Float32 {
   static constexpr bool PREFETCHED = false;
 };
 
-// What each number of 4 bits stands for: TABLES of kernels/ops.py, and integers.
+// What each number of 4 bits stands for: TABLES of kernels/formats.py, and integers.
 struct Float4 {
+  static constexpr char NAME[] = "float4";
   static constexpr float NUMBERS[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 };
 struct Iq4 {
+  static constexpr char NAME[] = "iq4";
   static constexpr float NUMBERS[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 };
 struct Integers {
+  static constexpr char NAME[] = "int";  // the bits follow
   static constexpr float NUMBERS[] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 };
 
@@ -42,11 +45,52 @@ static inline vf chosen(vu words) {
 #endif
 }
 
+template <class W>
+struct GroupPairs;
+template <class W>
+struct GroupTiles;
+
+// How a format multiplies activations in bfloat16. A table with numbers that bfloat16 would round is multiplied as float32.
+template <class W, class Table>
+struct GroupsForBfloat16 {
+#ifdef PAIRS_OF_BFLOAT16
+  static constexpr bool EXACT = [] {
+    for (float number : Table::NUMBERS)
+      if (__builtin_bit_cast(uint32_t, number) & 0xffff) return false;
+    return true;
+  }();
+#ifdef TILES
+  typedef std::conditional_t<EXACT, GroupTiles<W>, W> Type;
+#else
+  typedef std::conditional_t<EXACT, GroupPairs<W>, W> Type;
+#endif
+#else
+  typedef W Type;
+#endif
+};
+
+// The name that GroupFormat of kernels/formats.py has: int4-32-mins, float4-32.
+constexpr std::array<char, 24> group_name(const char* table, int bits, int group, bool has_mins) {
+  std::array<char, 24> name{};
+  size_t at = 0;
+  for (; *table; table++) name[at++] = *table;
+  if (bits) name[at++] = char('0' + bits);
+  name[at++] = '-';
+  for (int place = 100; place; place /= 10)
+    if (group >= place) name[at++] = char('0' + group / place % 10);
+  if (has_mins)
+    for (const char* end = "-mins"; *end; end++) name[at++] = *end;
+  return name;
+}
+
 template <int BITS, int GROUP, bool HAS_MINS, class TABLE = Integers>
 struct Groups {
   typedef TABLE Table;
+  typedef typename GroupsForBfloat16<Groups, Table>::Type ForBfloat16;
   static constexpr bool MINS = HAS_MINS, TABLED = !std::is_same_v<Table, Integers>;
   static_assert(!TABLED || (BITS == 4 && !MINS));
+  static constexpr auto TEXT = group_name(Table::NAME, TABLED ? 0 : BITS, GROUP, MINS);
+  static constexpr const char* NAME = TEXT.data();
   static_assert(((BITS == 2 && MINS) || BITS == 4 || BITS == 8) && (GROUP == 16 || GROUP % 32 == 0));
   typedef float Input;
   static constexpr int SCALE_BYTES = (MINS ? 2 : 1) * WIDTH * 4;
@@ -226,65 +270,11 @@ template <class W>
 struct GroupTiles : GroupPairs<W> {
   static constexpr bool PAIRED = false, TILED = true, IN_PLACE = false;
 };
-template <class W>
-using GroupsForBfloat16 = GroupTiles<W>;
-#elif defined(PAIRS_OF_BFLOAT16)
-template <class W>
-using GroupsForBfloat16 = GroupPairs<W>;
-#else
-template <class W>
-using GroupsForBfloat16 = W;
 #endif
 
-struct Int2x16Mins : Groups<2, 16, true> {
-  typedef GroupsForBfloat16<Int2x16Mins> ForBfloat16;
-  static constexpr const char* NAME = "int2-16-mins";
-};
-struct Int4x16 : Groups<4, 16, false> {
-  typedef GroupsForBfloat16<Int4x16> ForBfloat16;
-  static constexpr const char* NAME = "int4-16";
-};
-struct Int4x32 : Groups<4, 32, false> {
-  typedef GroupsForBfloat16<Int4x32> ForBfloat16;
-  static constexpr const char* NAME = "int4-32";
-};
-struct Int4x32Mins : Groups<4, 32, true> {
-  typedef GroupsForBfloat16<Int4x32Mins> ForBfloat16;
-  static constexpr const char* NAME = "int4-32-mins";
-};
-struct Int4x128 : Groups<4, 128, false> {
-  typedef GroupsForBfloat16<Int4x128> ForBfloat16;
-  static constexpr const char* NAME = "int4-128";
-};
-struct Int4x128Mins : Groups<4, 128, true> {
-  typedef GroupsForBfloat16<Int4x128Mins> ForBfloat16;
-  static constexpr const char* NAME = "int4-128-mins";
-};
-struct Float4x32 : Groups<4, 32, false, Float4> {
-  typedef GroupsForBfloat16<Float4x32> ForBfloat16;
-  static constexpr const char* NAME = "float4-32";
-};
-struct Iq4x32 : Groups<4, 32, false, Iq4> {
-  typedef GroupsForBfloat16<Iq4x32> ForBfloat16;
-  static constexpr const char* NAME = "iq4-32";
-};
-struct Int8x16 : Groups<8, 16, false> {
-  typedef GroupsForBfloat16<Int8x16> ForBfloat16;
-  static constexpr const char* NAME = "int8-16";
-};
-struct Int8x32 : Groups<8, 32, false> {
-  typedef GroupsForBfloat16<Int8x32> ForBfloat16;
-  static constexpr const char* NAME = "int8-32";
-};
-struct Int8x32Mins : Groups<8, 32, true> {
-  typedef GroupsForBfloat16<Int8x32Mins> ForBfloat16;
-  static constexpr const char* NAME = "int8-32-mins";
-};
-struct Int8x128 : Groups<8, 128, false> {
-  typedef GroupsForBfloat16<Int8x128> ForBfloat16;
-  static constexpr const char* NAME = "int8-128";
-};
-struct Int8x128Mins : Groups<8, 128, true> {
-  typedef GroupsForBfloat16<Int8x128Mins> ForBfloat16;
-  static constexpr const char* NAME = "int8-128-mins";
-};
+// The list that formats.h takes. A line is bits, inputs of a group, whether it has minima, and the table of its numbers.
+typedef Formats<Groups<2, 16, true>, Groups<4, 16, false>, Groups<4, 32, false>, Groups<4, 32, true>,
+                Groups<4, 128, false>, Groups<4, 128, true>, Groups<8, 16, false>, Groups<8, 32, false>,
+                Groups<8, 32, true>, Groups<8, 128, false>, Groups<8, 128, true>, Groups<4, 32, false, Float4>,
+                Groups<4, 32, false, Iq4>>
+    GroupFormats;

@@ -8,6 +8,10 @@
 
 constexpr int WIDTH = 2 * LANES;  // outputs of a panel: two registers
 
+// A list of formats.
+template <class... W>
+struct Formats {};
+
 static inline vf fused(vf a, vf b, vf sum) {
 #if LANES == 16
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
