@@ -28,7 +28,7 @@ def pull(
     ] = "",
     json: Json = False,
 ) -> None:
-    """Fetch the missing files of a model from the Hugging Face Hub. After an interrupted run, go on where it ended.
+    """Fetch a model, or its missing files, from the Hugging Face Hub. An interrupted run can be repeated: it goes on.
 
     Settings of huggingface_hub apply: HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
     """
