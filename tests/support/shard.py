@@ -35,7 +35,7 @@ class Described(worker_pb2_grpc.WorkerServicer):
 
 class Shard:
     """What a scheduler has of its workers. events: kind, text and worker; linked: slots, each time they are counted;
-    ended: by request.
+    ended: by request; given_up: by request, why it ends as one that kills workers.
     """
 
     def __init__(self, settings: SchedulerSettings, policy: str = "orcinus") -> None:
@@ -43,7 +43,8 @@ class Shard:
         self.events: list[tuple[str, str, str]] = []
         self.linked: list[int] = []
         self.ended: dict[str, FinishedRequest] = {}
-        self.quarantine = Quarantine(self.core, lambda name, text: None, lambda name, finish, text: None)
+        self.given_up: dict[str, str] = {}
+        self.quarantine = Quarantine(self.core, self._give_up, lambda name, finish, text: None)
         reports: Any = SimpleNamespace(last_step=0, answered=0, event=self._event)
         context = WorkerContext(
             self.core, self.quarantine, Stats(time.monotonic_ns()), reports, self._put, lambda: False, lambda: None,
@@ -59,12 +60,16 @@ class Shard:
             self.core.add(request, 1)
         self.fleet.wake()
 
+    def _give_up(self, request: str, text: str) -> None:
+        self.given_up[request] = text
+
     def _event(self, kind: str, text: str, **ids: str) -> None:
         self.events.append((kind, text, ids.get("worker", "")))
 
     def _put(self, outcome: Outcome | None, step: int) -> None:
         for one in outcome.ended if outcome is not None else ():
             self.ended[one.request.id] = one
+            self.quarantine.remove(one.request.id, time.monotonic_ns())
 
 
 @asynccontextmanager

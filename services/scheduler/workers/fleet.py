@@ -21,6 +21,7 @@ from services.scheduler.workers.contract import ContractError, check_same
 from services.scheduler.workers.link import (
     WATCH_S,
     StaleEpochError,
+    StepFailedError,
     StepTimeoutError,
     WorkerLink,
     WorkerLostError,
@@ -200,7 +201,10 @@ class Fleet:
         return later | {name: until for name, (_, until) in self._refused.items()}
 
     def _refuse(self, worker: Registration, error: ContractError) -> None:
-        """Leave a worker alone that broke the contract or refuses the Run, for longer each time, and say why."""
+        """Leave a worker alone that broke the contract, refuses the Run or fails its first step, for longer each time.
+
+        Report why.
+        """
         count = self._refused.get(worker.identity, (0, 0.0))[0] + 1
         ready = {each.identity for each in self._workers.ready}
         self._refused = {name: value for name, value in self._refused.items() if name in ready}
@@ -289,8 +293,7 @@ class Fleet:
             await loop.run(self._patience.get(worker.id, 1) * limit_s)
         except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
             left = loop.link.drains or loop.is_given_away
-            # A worker of version 1.0 refuses a Run only here.
-            refused = error if isinstance(error, ContractError) else None if loop.answered else refusal(error)
+            refused = self._refusal(loop, error)
             if refused is not None:
                 self._refuse(worker, refused)
             elif left:
@@ -318,6 +321,18 @@ class Fleet:
                 await self._workers.give_back(worker)
             except Unavailable as error:
                 log.warning("worker %s not given back yet: %s", worker.id, error)
+
+    def _refusal(self, loop: WorkerLoop, error: Exception) -> ContractError | None:
+        """Return why a worker is left alone from now on, longer each time; None where it is taken again soon."""
+        if isinstance(error, ContractError):
+            return error
+        if loop.answered:
+            return None
+        if isinstance(error, StepFailedError) and len(self.loops) > 1:
+            # Each of its steps may fail, as on a broken device. The suspects are tried at another worker meanwhile, and
+            # a request ends only if it fails there, too.
+            return ContractError(str(error))
+        return refusal(error)  # a worker of version 1.0 refuses a Run only here
 
     def _count(self) -> None:
         slots = sum(loop.slots for loop in self.loops.values())

@@ -151,10 +151,12 @@ class WorkerLink:
         """Yield results in the order of the steps, until the stream ends or a worker that drains has answered all.
 
         has_last_step: returns whether such a worker gets one further step.
-        Raises AioRpcError, ProtocolError, ContractError at an answer to another step, or StepFailedError at the first step
-        that could not be executed.
+        Raises AioRpcError, ProtocolError, ContractError at an answer to another step, or StepFailedError at the first
+        step that could not be executed.
         """
         async for result in self._answers():
+            if result.begun:
+                continue
             if result.draining:
                 self.drains = True
                 if not self._sent and not has_last_step():

@@ -21,6 +21,7 @@ from protos import queue_pb2, worker_pb2
 from services.scheduler.core.types import Finish, NewRequest
 from services.scheduler.workers.contract import ContractError, check_info, check_same
 from shared.settings import SchedulerSettings
+from shared.tasks import end
 from shared.text.logprobs import record_bytes
 from shared.wire.columns import pack, unpack
 from tests.support.shard import Described, Shard, serving
@@ -314,7 +315,6 @@ def forcing(slots: list[int], counts: list[int], ids: list[int]) -> Spoil:
         (forcing([-1], [2], [7, -7]), f"forced_tokens: -7 is outside the vocabulary of {VOCABULARY}", 0),
         (forcing([-1], [2], [7, VOCABULARY]), f"forced_tokens: {VOCABULARY} is outside", 0),
         (column("id", lambda old: old + 1), "answered step 2 of epoch", 0),
-        (lambda result: result.CopyFrom(worker_pb2.Result(begun=True)), "answered step 0 of epoch 0", 0),
         (column("epoch", lambda old: 0), "of epoch 0; expected 1", 0),
     ],
 )
@@ -370,6 +370,45 @@ async def test_mutated_answers_end_no_service_and_no_request_wrongly(seed: int) 
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
     assert_all_right(shard)
+
+
+async def test_worker_that_fails_all_its_steps_ends_no_request() -> None:
+    """Its device may be broken: the suspects of its steps are tried at the other worker."""
+    shard = Shard(SETTINGS)
+
+    def fail(result: worker_pb2.Result) -> None:
+        result.CopyFrom(worker_pb2.Result(epoch=result.epoch, id=result.id, error="no device"))
+
+    async with serving(ScriptedWorker(described()), ScriptedWorker(described(id="bad"), fail)) as (good, other):
+        tasks = [asyncio.create_task(shard.fleet.serve(good))]
+        await wait_until(lambda: bool(shard.fleet.loops))
+
+        def is_left_alone() -> bool:
+            return shard.fleet.not_before().get("bad", 0.0) > time.monotonic() + 2
+
+        async def serve_again() -> None:
+            while True:
+                await shard.fleet.serve(other)
+                await wait_until(lambda: not is_left_alone())
+
+        tasks.append(asyncio.create_task(serve_again()))
+        await wait_until(lambda: len(shard.fleet.loops) == 2)
+        ask(shard)
+        for number in range(REQUESTS):
+            shard.quarantine.add(f"r{number}", "g", time.monotonic_ns())
+
+        def has_ended() -> bool:
+            if is_left_alone():  # and stays so until the suspects have waited long enough for it
+                shard.quarantine.check_gateways({"g"}, time.monotonic_ns() + 4_000_000_000)
+            return len(shard.ended) + len(shard.given_up) == REQUESTS
+
+        try:
+            await wait_until(has_ended)
+        finally:
+            await end(*tasks)
+    assert not shard.given_up
+    assert_all_right(shard)
+    assert ("worker_refused", "step 1 failed: no device", "bad") in shard.events
 
 
 async def test_refused_worker_is_left_alone_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
