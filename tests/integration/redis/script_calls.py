@@ -20,6 +20,8 @@ from tests.support.stack import RedisServer
 
 KEYS = Keys("tiny")
 SHARD = "shard-0"
+LEASE_MS = 60_000
+"""Longer than any test: a lease that ends meanwhile would be fenced."""
 
 
 def binaries() -> list[str]:
@@ -71,7 +73,7 @@ async def enqueue_all(
     return answers
 
 
-async def lease(scripts: Scripts, verb: str, epoch: int = 0, ms: int = 5000) -> int:
+async def lease(scripts: Scripts, verb: str, epoch: int = 0, ms: int = LEASE_MS) -> int:
     keys = [KEYS.lease(SHARD), KEYS.epoch, KEYS.shard_epoch(SHARD)]
     return int(await scripts.lease(keys, [verb, ms, epoch, LIVE_TTL_MS]))
 

@@ -23,6 +23,7 @@ from shared.keys import GROUP, Keys
 from shared.lease import Lease
 from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings
+from shared.tasks import end
 from shared.wire.columns import pack
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import Line, ScriptedScheduler
@@ -353,8 +354,7 @@ async def test_request_with_tokens_is_given_to_equal_numerics_alone(taker: Taker
     giver.join("h float32 none")
     await giver.handover.settle_stranded({}, 5.0 + STRANDED_S)
     assert giver.ended.keys() == {"b"} and "'h float32 int8', of which none came within 60 s" in giver.ended["b"]
-    writing.cancel()
-    await asyncio.gather(writing, return_exceptions=True)
+    await end(writing)
 
 
 async def test_shards_tell_their_numerics(taker: Taker, shard_0: ScriptedScheduler) -> None:

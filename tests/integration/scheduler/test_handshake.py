@@ -15,6 +15,7 @@ from services.worker.registration import Registration
 from shared.lease import Lease
 from shared.redis_client import Scripts
 from shared.settings import SchedulerSettings, WorkerSettings
+from shared.tasks import end
 from shared.wire.handshake import FIRST, VERSION, version
 from tests.integration.redis.script_calls import KEYS, SHARD
 from tests.integration.redis.script_calls import client as client  # the fixtures
@@ -147,8 +148,7 @@ async def test_worker_one_minor_version_away_serves(minor: int) -> None:
         run = asyncio.create_task(shard.fleet.serve(replace(worker, epoch=3)))
         ask(shard)
         await wait_until(lambda: len(shard.ended) == 10 or run.done())
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
+        await end(run)
     assert_all_right(shard)
 
 

@@ -9,6 +9,7 @@ from services.scheduler.core.types import Finish
 from services.scheduler.workers.contract import check_info
 from services.scheduler.workers.registry import decode_worker
 from services.scheduler.workers.wire import limits_from_wire
+from shared.tasks import end
 from tests.support.older_worker import POLICY, SETTINGS, WORKER, Player, Recording, requests
 from tests.support.shard import Shard, serving
 from tests.support.waiting import wait_until
@@ -41,8 +42,7 @@ async def test_tokens_of_an_older_worker_arrive() -> None:
         await wait_until(lambda: len(player.played) == len(recording.steps) or run.done())
         assert not run.done() and not shard.events, shard.events
         shard.core.check()
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
+        await end(run)
     outputs = {name: [tokens.tolist() for tokens in one.outputs] for name, one in shard.ended.items()}
     assert outputs == recording.outputs
     assert {name: one.error for name, one in shard.ended.items() if one.error} == recording.errors

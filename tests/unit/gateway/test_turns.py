@@ -18,6 +18,7 @@ from services.gateway.admission import AGAIN_S, MOST_AGAIN, TURNS, Refusals, Tur
 from services.gateway.auth import Caller
 from services.gateway.errors import ApiError
 from services.gateway.request import Arrival
+from shared.tasks import end
 from tests.support import generations
 
 
@@ -124,9 +125,7 @@ async def better() -> AsyncIterator[Callable[[Turns], Awaitable[None]]]:
         await asyncio.sleep(0)
 
     yield begin
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await end(*tasks)
 
 
 Better = Callable[[Turns], Awaitable[None]]

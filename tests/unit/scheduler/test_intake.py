@@ -19,6 +19,7 @@ from services.scheduler.service import Service
 from shared.keys import CLASSES, Keys
 from shared.redis_client import BLOCK_MS, HIGHEST_ID
 from shared.settings import SchedulerSettings
+from shared.tasks import end
 from shared.wire.columns import pack
 from tests.support.waiting import free_port, wait_until
 
@@ -103,8 +104,7 @@ async def test_requests_go_back_when_another_shard_gets_a_worker(monkeypatch: py
         queue.looked(["shard-1"])
         await wait_until(lambda: not queue.claims.changed.is_set() or run.done())
     assert not run.done(), run.exception()
-    run.cancel()
-    await asyncio.gather(run, return_exceptions=True)
+    await end(run)
     assert len(queue.claimed) == len(queue.waiting) == WAITING, "none was claimed again"
 
 

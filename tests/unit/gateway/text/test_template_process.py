@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import jinja2
 import psutil
 import pytest
 
+from services.gateway.text import chat_template
 from services.gateway.text.chat_template import MEMORY_BYTES, Renderer, RenderError
 from tests.support.waiting import until
 
@@ -21,7 +23,8 @@ Make = Callable[..., Renderer]
 
 
 @pytest.fixture
-def renderer() -> Iterator[Make]:
+def renderer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(chat_template, "PATIENCE", 6000)  # so that processor time alone ends it
     made: list[Renderer] = []
 
     def make(source: str, timeout_s: float = 5.0) -> Renderer:
@@ -77,20 +80,33 @@ def test_template_errors_and_functions_pass_through(renderer: Make) -> None:
         renderer("{% for %}")
 
 
-def test_template_process_is_replaced_when_it_dies_or_hangs(renderer: Make) -> None:
-    template = renderer(ORDINARY, timeout_s=0.4)
-    hello = [{"content": "hello"}]
-    assert template.render(messages=hello) == "hello"
+HELLO = [{"content": "hello"}]
+
+
+def test_template_process_that_dies_is_replaced(renderer: Make) -> None:
+    template = renderer(ORDINARY)
+    assert template.render(messages=HELLO) == "hello"
     before = template.pid or 0
     os.kill(before, signal.SIGKILL)
     until("it is gone", lambda: template.pid is None)
-    assert template.render(messages=hello) == "hello"
+    assert template.render(messages=HELLO) == "hello" and template.pid != before
+
+
+def test_template_process_that_hangs_is_replaced(renderer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "PATIENCE", 1)
+    template = renderer(ORDINARY)
+    template.jail.start()
     stopped = template.pid or 0
     os.kill(stopped, signal.SIGSTOP)
     with pytest.raises(RenderError, match="no answer"):
-        template.render(messages=hello)
-    assert template.render(messages=hello) == "hello"
-    assert len({before, stopped, template.pid}) == 3
+        template.render(messages=HELLO)
+
+    def text() -> str:
+        with contextlib.suppress(RenderError):  # a busy machine starts no process in time
+            return template.render(messages=HELLO)
+        return ""
+
+    assert until("another one renders", text) == "hello" and template.pid != stopped
 
 
 def test_template_process_is_confined_and_ends_with_its_gateway(renderer: Make) -> None:
