@@ -33,7 +33,7 @@ AWAKE, ASLEEP, OTHER = "awake", "asleep", "other"
 FILE = "awake: 1\nmodels: {awake: {source: awake}, asleep: {source: asleep}, other: {source: other}}\n"
 PROMPT, TOKENS = [97, 98, 99], 12
 LOAD_MS = 100
-DEADLINE_MS = 1500
+DEADLINE_MS = 3000
 """Later than the model would be awake by the placer's last word, so that the gateway admits the request."""
 
 
