@@ -68,7 +68,7 @@ class Publisher:
             if time.monotonic() > end:
                 raise TimeoutError(f"{len(self._requests)} of {count} requests came within {CLAIM_S:.0f} s")
         self._starts = self.START_STEP * np.arange(count)
-        self._publish(Outcome(started=[request.id for request in self._requests]))
+        self._publish(Outcome(started_ids=[request.id for request in self._requests]))
 
     def _take(self, stream: str, entry: str, request: queue_pb2.Request) -> None:
         self._run("claim", [self._keys.lease(SHARD)], [self._epoch, SHARD, self._keys.req(request.id)])
@@ -83,7 +83,7 @@ class Publisher:
             requests=self._requests,
             gateways=[request.gateway for request in self._requests],
             choices=np.zeros(count, np.int32),
-            first=np.full(count, index, np.int32),
+            first_indices=np.full(count, index, np.int32),
             counts=np.ones(count, np.int32),
             tokens=self._text[(self._starts + index) % self._text.size],
             finish=np.full(count, finish, np.uint8),
@@ -92,7 +92,7 @@ class Publisher:
             for row, request in enumerate(self._requests):
                 tokens = np.asarray(self.tokens_of(row, index + 1), np.int32)
                 outcome.checkpoints.append((request.id, 0, 0, tokens))
-                outcome.ended.append(FinishedRequest(request, [tokens], [finish]))
+                outcome.ended_requests.append(FinishedRequest(request, [tokens], [finish]))
         self.published_s.append(time.monotonic())
         self._publish(outcome)
 

@@ -223,8 +223,8 @@ class Churn:
         """Yield the iterations. Raises NotRunningError for one without one entering and one ending sequence."""
         while True:
             done = self._step()
-            if len(done.plan.enters) != 1 or len(done.outcome.ended) != 1:
-                entered, ended = len(done.plan.enters), len(done.outcome.ended)
+            if len(done.plan.enters) != 1 or len(done.outcome.ended_requests) != 1:
+                entered, ended = len(done.plan.enters), len(done.outcome.ended_requests)
                 raise NotRunningError(f"{entered} sequences entered and {ended} ended in a step; one of each was to")
             yield done.plan_ns, done.apply_ns
 

@@ -107,7 +107,7 @@ def admission(running: int, setup: Setup) -> list[dict[str, Any]]:
         with Watch() as watch:
             for done in admitting(drive, ENTERING, PROMPT_TOKENS, cached, setup.samples):
                 taken.append((done.plan_ns, done.apply_ns))
-                hits += sum(enter.computed for enter in done.plan.enters)
+                hits += sum(enter.computed_tokens for enter in done.plan.enters)
         if not taken:
             raise RuntimeError(f"no iteration admitted {ENTERING} prompts at once")
         lines.append(

@@ -135,7 +135,7 @@ def run(process: GrammarProcess, kind: str, answers: int, streams: int, one_tena
         if forced and count.forced:
             told = [slot for slot, _ in count.forced], [len(some) for _, some in count.forced]
             ids = [token for _, some in count.forced for token in some]
-            result.forced = np.array(told[0], np.int32), np.array(told[1], np.int32), np.array(ids, np.int32)
+            result.forced_tokens = np.array(told[0], np.int32), np.array(told[1], np.int32), np.array(ids, np.int32)
         core.apply(result, now)
         for name in names:
             key, answer = serving[name]

@@ -207,7 +207,7 @@ class Service:
             self._put(self.core.checkpoint())
             await within(self._shutdown.remaining_s(), self._publisher.flush(publisher))
             await within(self._shutdown.remaining_s(), self._lengths.close())
-            log.info("stopped; %d unfinished requests stay claimed for the next scheduler", self.core.unfinished)
+            log.info("stopped; %d unfinished requests stay claimed for the next scheduler", self.core.unfinished_count)
             return 0
         except LeaseLostError as error:
             log.error("%s; stopping", error)
@@ -353,6 +353,6 @@ class Service:
             self._shards.unclaimed_ms,
         )
         steps = {"last_step": self._reports.last_step, "in_flight": self.fleet.in_flight}
-        held = {"suspects": self.quarantine.suspects, "stranded": len(self.core.stranded())}
+        held = {"suspects": self.quarantine.suspects, "stranded": len(self.core.stranded_requests())}
         more = {**held, "draining": int(self.claims.draining)}
         return fields | self.fleet.facts() | steps | more

@@ -401,7 +401,7 @@ class Stats:
         if outcome is None:
             return
         self._uncounted.append((outcome, now_ns))
-        is_steady = outcome.first.all() and not (outcome.started or outcome.ended)
+        is_steady = outcome.first_indices.all() and not (outcome.started_ids or outcome.ended_requests)
         if not is_steady or len(self._uncounted) >= COUNTED_AT_ONCE:
             self._count_all()
 
@@ -415,14 +415,14 @@ class Stats:
         waits_ns = outcome.waits_ns
         has = waits_ns >= 0
         first_ns, between_ns = EMPTY_NS, waits_ns if has.all() else waits_ns[has]
-        begins = outcome.first == 0
+        begins = outcome.first_indices == 0
         if begins.any():  # seldom: once in a sequence's life
             starts = has & begins
             first_ns, between_ns = waits_ns[starts], waits_ns[has & ~starts]
             self._start(outcome, np.flatnonzero(starts), now_ns)
             self._ttft_ms.add(first_ns / 1e6, now_ns)
             self._start_rate.started(first_ns.size, now_ns)
-        for ended in outcome.ended:
+        for ended in outcome.ended_requests:
             self.forecasts.forget(ended.request.id)
         if not waits_ns.size:
             return

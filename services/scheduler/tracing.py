@@ -40,14 +40,14 @@ class RequestTimes:
 
     def record(self, outcome: Outcome, now_ns: int) -> None:
         """Record the starts, first tokens and ends of one outcome."""
-        for request_id in outcome.started:
+        for request_id in outcome.started_ids:
             self._timelines[request_id] = Timeline(now_ns)
-        begins = outcome.first == 0
+        begins = outcome.first_indices == 0
         for row in np.flatnonzero(begins & (outcome.counts > 0)) if begins.any() else ():
             timeline = self._timelines.get(outcome.requests[row].id)
             if timeline is not None and not timeline.first_token_ns:
                 timeline.first_token_ns = now_ns
-        for finished in outcome.ended:
+        for finished in outcome.ended_requests:
             timeline = self._timelines.pop(finished.request.id, None)
             if timeline is not None and timeline.first_token_ns:
                 timeline.ended_ns = now_ns

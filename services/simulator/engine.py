@@ -175,8 +175,8 @@ def _device(
     """Return the device of a replica. Raises ValueError for drafts in batches that take none."""
     slots, output, stages = setup.max_seqs, workload.output, setup.microbatches
     if not workload.acceptance.size:
-        return Device(slots, clock, output, stages, batch.padded, batch.at_end, block_ns)
-    if batch.padded or batch.at_end:
+        return Device(slots, clock, output, stages, batch.is_padded, batch.at_end, block_ns)
+    if batch.is_padded or batch.at_end:
         raise ValueError("acceptance: this policy's batches have no drafts; drop --acceptance or choose another policy")
     return DraftingDevice(slots, clock, output, stages, block_ns, workload.acceptance, setup.seed + number)
 
@@ -394,7 +394,7 @@ class _Loop:
             if kind == _STEP_ENDS:
                 outcome, cells = shard.answer(local, now)
                 seen.take(outcome, now, cells)
-                if outcome.ended:
+                if outcome.ended_requests:
                     self._ended(outcome, number, now)
             else:
                 shard.events_due -= 1
@@ -409,7 +409,7 @@ class _Loop:
         self._load[number] += int(workload.prompt[index] + workload.max_tokens[index])
         self.seen.replica[index] = self.shards[number].first
         outcome = self.shards[number].core.add(workload.request(index, START_NS), now_ns)
-        if outcome.ended or outcome.requests:
+        if outcome.ended_requests or outcome.requests:
             self._take_outcome(outcome, number, now_ns)
         return number
 
@@ -420,7 +420,7 @@ class _Loop:
             queue = device.queue
             while len(queue) < shard.max_in_flight:
                 plan, outcome = core.plan(now_ns, local)
-                if outcome is not None and (outcome.ended or outcome.requests):
+                if outcome is not None and (outcome.ended_requests or outcome.requests):
                     self._take_outcome(outcome, shard.first // self._per_shard, now_ns)
                 if plan is None:
                     device.disturbed()  # it may have preempted all the same
@@ -429,11 +429,11 @@ class _Loop:
             busy = busy or bool(queue)
             if shard.several and now_ns < (again_ns := core.look_again_ns(local)) < now_ns + MAX_LOOK_AHEAD_NS:
                 self._plan_again(shard, local, again_ns)
-        if not busy and core.unfinished and not shard.events_due:
+        if not busy and core.unfinished_count and not shard.events_due:
             shard.ticks += 1
             if shard.ticks > MAX_TICKS:
                 raise Stuck(
-                    f"policy {core.policy.name} holds {core.unfinished} requests and planned nothing for "
+                    f"policy {core.policy.name} holds {core.unfinished_count} requests and planned nothing for "
                     f"{MAX_TICKS * TICK_NS / 1e9:.0f} s of simulated time"
                 )
             self._plan_again(shard, 0, now_ns + TICK_NS)
@@ -462,7 +462,7 @@ class _Loop:
         self._ended(outcome, number, now_ns)
 
     def _ended(self, outcome: Outcome, number: int, now_ns: int) -> None:
-        ended = [done.request.payload for done in outcome.ended]
+        ended = [done.request.payload for done in outcome.ended_requests]
         for index in ended:
             self._load[number] -= int(self._workload.prompt[index] + self._workload.max_tokens[index])
         if self._at_end:

@@ -128,16 +128,16 @@ class Recorder:
 
         cells: [rows] int64, the cells of the outcome's rows if the caller has them.
         """
-        if cells is not None and cells.size == outcome.first.size == outcome.tokens.size:
-            self._waits[cells + outcome.first] = outcome.waits_ns
+        if cells is not None and cells.size == outcome.first_indices.size == outcome.tokens.size:
+            self._waits[cells + outcome.first_indices] = outcome.waits_ns
         elif outcome.requests:
             self._look_up(outcome)
-        for done in outcome.ended:
+        for done in outcome.ended_requests:
             self._end(done, now_ns)
 
     def _look_up(self, outcome: Outcome) -> None:
         """Record the tokens of an Outcome row by row: some rows only report an end, or come in another order."""
-        rows = zip(outcome.requests, outcome.first.tolist(), outcome.waits_ns.tolist(), strict=True)
+        rows = zip(outcome.requests, outcome.first_indices.tolist(), outcome.waits_ns.tolist(), strict=True)
         for (request, first, wait), count in zip(rows, outcome.counts.tolist(), strict=True):
             if count:
                 at = self._cell[request.payload] + first

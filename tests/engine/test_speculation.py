@@ -278,7 +278,7 @@ def check_grammars(replica: Replica, prompts: Sequence[list[int]]) -> None:
 def finish(runner: Engine, core: Scheduler, replica: int) -> None:
     """Run until nothing is left."""
     now = 1
-    while core.unfinished:
+    while core.unfinished_count:
         plan, _ = core.plan(now, replica)
         assert plan is not None
         result = runner.execute(step_to_wire(plan, epoch=1))

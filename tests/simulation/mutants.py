@@ -134,9 +134,11 @@ MUTANTS: dict[str, Plant] = {
     "command-lost-in-outage": _code(Dispatcher, "_put_command", "self._retries.keep(command)", ""),
     "refill-not-copied": _code(dispatcher, "_missing", "list(stream.received)", "stream.received"),
     "refill-repeats": _code(dispatcher, "_missing", "4 * have, -1", "0, -1"),
-    "read-before-it-is-copied": _code(Transfers, "saved", " and self.copied_out >= sequence.saved.copied", ""),
+    "read-before-it-is-copied": _code(
+        Transfers, "is_saved", " and self.copied_out >= sequence.saved_kv.copied_blocks", ""
+    ),
     "unmapped-peer-read": _code(
-        Peers, "acknowledged", "(self.readable if number in mapped else self._refused)", "self.readable"
+        Peers, "acknowledge", "(self.readable if number in mapped else self._refused_peers)", "self.readable"
     ),
     "blocks-of-peer-kept": _code(Transfers, "_complete", "load.tier.give(load.host)", "pass"),
     "load-of-lost-peer-goes-on": _code(Transfers, "abandon", "if not load.orphan]", "if False]"),

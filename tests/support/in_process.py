@@ -46,8 +46,8 @@ class Recorded:
             at = (request.id, int(outcome.choices[row]))
             held = self.tokens.setdefault(at, [])
             new = outcome.tokens[ends[row] : ends[row + 1]].tolist()
-            if new and int(outcome.first[row]) != len(held):
-                raise AssertionError(f"{at}: token {int(outcome.first[row])} came when {len(held)} was next")
+            if new and int(outcome.first_indices[row]) != len(held):
+                raise AssertionError(f"{at}: token {int(outcome.first_indices[row])} came when {len(held)} was next")
             if new and at in self.finish:
                 raise AssertionError(f"{at}: a token came after the end")
             held += new
@@ -73,7 +73,7 @@ def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **samplin
     wire.prompts.tokens.append(pack(prompt))
     scored = [1] if drawn.prompt_logprobs else None
     return NewRequest(
-        name, [np.array(prompt, np.int32)], max_tokens, n=n, gateway="gateway-0", payload=wire, scored=scored,
+        name, [np.array(prompt, np.int32)], max_tokens, n=n, gateway="gateway-0", payload=wire, scored_tokens=scored,
         grammar=drawn.grammar,
     )  # fmt: skip
 
@@ -109,7 +109,7 @@ def run(
             for outcome in worker.plan(core, now):
                 recorded.take(outcome)
         if not any(worker.has_steps for worker in workers):
-            if not core.unfinished and not later:
+            if not core.unfinished_count and not later:
                 break
             idle += 1
             if idle > MOST_IDLE:
@@ -123,8 +123,8 @@ def run(
                 now += result.timings.total_ns
                 recorded.take(core.apply(result_from_wire(result, worker.replica), now))
                 core.check()
-    if core.unfinished:
-        raise AssertionError(f"{core.unfinished} requests never ended; stats {core.stats()}")
+    if core.unfinished_count:
+        raise AssertionError(f"{core.unfinished_count} requests never ended; stats {core.stats()}")
     return recorded, core
 
 

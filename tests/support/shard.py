@@ -67,7 +67,7 @@ class Shard:
         self.events.append((kind, text, ids.get("worker", "")))
 
     def _put(self, outcome: Outcome | None, step: int) -> None:
-        for one in outcome.ended if outcome is not None else ():
+        for one in outcome.ended_requests if outcome is not None else ():
             self.ended[one.request.id] = one
             self.quarantine.remove(one.request.id, time.monotonic_ns())
 

@@ -41,7 +41,7 @@ class Places:
     lengths: Rows  # [MAX_PLACES, k] tokens that match there
     longest: Rows  # [k]
 
-    def where(self, mask: Bool) -> Places:
+    def select(self, mask: Bool) -> Places:
         """Return those of the rows, [k], that `mask` selects."""
         if mask.all():
             return self
@@ -64,12 +64,12 @@ class NgramIndex:
         """tokens: room_for_texts(texts, width)."""
         self._tokens = tokens
         self._ahead: Int32 = sliding_window_view(tokens, FOLLOWS)  # [i] tokens from i on
-        self._back: Int32 = sliding_window_view(tokens[::-1], MAX_MATCH)  # [size - i] those before i, last first
+        self._windows: Int32 = sliding_window_view(tokens[::-1], MAX_MATCH)  # [size - i] those before i, last first
         self._base: Rows = np.arange(MARGIN, MARGIN + texts * width, width)  # the first token of each text
         self._bits = min((width // MAX_PLACES).bit_length() + 2, MAX_HASHES.bit_length() - 1)
         self._latest: Int32 = np.zeros((texts << self._bits, MAX_PLACES), np.int32)  # Places.ends, a ring
         self._count: Int32 = np.zeros(texts << self._bits, np.int32)  # places ever put there
-        self._indexed: Int64 = np.zeros(texts, np.int64)  # tokens of which the runs are in the index
+        self._indexed_tokens: Int64 = np.zeros(texts, np.int64)  # tokens of which the runs are in the index
 
     @property
     def nbytes(self) -> int:
@@ -78,27 +78,27 @@ class NgramIndex:
 
     def clear(self, texts: Rows) -> None:
         """Forget the content of some texts."""
-        for text in texts[self._indexed[texts] > 0].tolist():
+        for text in texts[self._indexed_tokens[texts] > 0].tolist():
             part = slice(text << self._bits, (text + 1) << self._bits)
             self._latest[part], self._count[part] = 0, 0
-        self._indexed[texts] = 0
+        self._indexed_tokens[texts] = 0
 
     def tails(self, texts: Rows, sizes: Int64) -> Int32:
         """Return [n, MAX_MATCH] the last of the first sizes[i] tokens of texts[i], the last one first."""
-        tails: Int32 = self._back[self._tokens.size - self._base[texts] - sizes]
+        tails: Int32 = self._windows[self._tokens.size - self._base[texts] - sizes]
         if int(sizes.min(initial=MAX_MATCH)) < MAX_MATCH:
             tails[np.arange(MAX_MATCH) >= sizes[:, None]] = GAP
         return tails
 
     def extend(self, texts: Rows, sizes: Int64) -> None:
         """Add the runs that end in the first sizes[i] tokens of texts[i], distinct texts. What was added stays."""
-        starts = np.maximum(self._indexed[texts], MIN_MATCH - 1)
+        starts = np.maximum(self._indexed_tokens[texts], MIN_MATCH - 1)
         counts = np.maximum(sizes - starts, 0)
         ends = counts.cumsum()
         total = int(ends[-1])
         if not total:
             return
-        self._indexed[texts] = starts + counts
+        self._indexed_tokens[texts] = starts + counts
         order = np.arange(total)
         which = texts.repeat(counts)
         place = (starts - ends + counts).repeat(counts)
@@ -134,10 +134,10 @@ class NgramIndex:
         ring += keys * MAX_PLACES
         ends = self._latest.reshape(-1)[ring].astype(np.intp)
         same = np.zeros((MAX_PLACES, rows.size, MAX_MATCH + 1), np.bool_)  # the last one ends all matches
-        np.equal(self._back[self._tokens.size - self._base[texts] - ends], tails, out=same[:, :, :-1])
+        np.equal(self._windows[self._tokens.size - self._base[texts] - ends], tails, out=same[:, :, :-1])
         lengths = np.minimum(same.argmin(axis=2), ends)
         longest = lengths.max(axis=0)
-        return Places(rows, texts, ends, lengths, longest).where(longest >= MIN_MATCH)
+        return Places(rows, texts, ends, lengths, longest).select(longest >= MIN_MATCH)
 
     def follow(self, found: Places, sizes: Int64, repeats: bool) -> tuple[Int32, Float32, Rows]:
         """Return what followed the places of [k] rows in texts of `sizes` tokens.
@@ -167,7 +167,7 @@ class NgramIndex:
         shares = SHARES.take(counts + (MAX_PLACES + 1) * voters[:, None])
         if repeats:
             return follows, shares, np.full(best.size, FOLLOWS)
-        ends = leading(follows != GAP)
+        ends = count_leading(follows != GAP)
         shares[ends[:, None] <= _AHEAD] = -np.inf
         return follows, shares, ends
 
@@ -189,7 +189,7 @@ with np.errstate(divide="ignore", invalid="ignore"):
     SHARES: Float32 = (_LOGS - _LOGS[:, None]).reshape(-1)  # logarithm of i / j at j * (MAX_PLACES + 1) + i
 
 
-def leading(mask: Bool) -> Rows:
+def count_leading(mask: Bool) -> Rows:
     """Return how many values stand before the first false one of the last axis."""
     count = mask.argmin(axis=-1)
     lengths: Rows = np.where((count == 0) & mask[..., 0], mask.shape[-1], count)

@@ -49,11 +49,11 @@ class Columns:
     """The rows of one step in the order of `delivery`."""
 
     delivery: DeliveryRows
-    first: Int32
+    first_indices: Int32
     tokens: Int32
     counts: Int32 | None  # tokens of each row; None: one
     drafts: Int32 | None  # guesses in the step of each row; None: no guess
-    cached: dict[int, int]  # as of Outcome
+    cached_tokens: dict[int, int]  # as of Outcome
     finish: npt.NDArray[np.uint8]
     waits_ns: npt.NDArray[np.int64]
     logprobs: Records | None
@@ -65,13 +65,13 @@ class Row:
 
     record: Record
     choice: int
-    first: int
+    first_index: int
     token: int | None
     logprobs: bytes  # the token's record; empty where none was asked for
     finish: Finish
     error: str
     wait_ns: int = -1
-    cached: int = 0  # as of Outcome
+    cached_tokens: int = 0  # as of Outcome
 
 
 @dataclass(slots=True)
@@ -81,33 +81,38 @@ class OutcomeBuilder:
     rows: list[Row] = field(default_factory=list)
     checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)
     prompt_logprobs: list[tuple[str, int, int, int, bytes]] = field(default_factory=list)
-    started: list[str] = field(default_factory=list)
+    started_ids: list[str] = field(default_factory=list)
     identities: dict[str, str] = field(default_factory=dict)
     lost_peers: list[int] = field(default_factory=list)
-    ended: list[FinishedRequest] = field(default_factory=list)
+    ended_requests: list[FinishedRequest] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(
-            self.rows or self.checkpoints or self.prompt_logprobs or self.started or self.identities or self.ended
+            self.rows
+            or self.checkpoints
+            or self.prompt_logprobs
+            or self.started_ids
+            or self.identities
+            or self.ended_requests
         )
 
     def row(self, sequence: Sequence, finish: Finish, error: str = "") -> None:
         """Add the end of `sequence` without a further token; its index is that of the token it would have got."""
         self.rows.append(Row(sequence.record, sequence.choice, sequence.outputs.size, None, b"", finish, error))
 
-    def departed(self, sequence: Sequence, token: int, logprobs: bytes, wait_ns: int) -> None:
+    def add_departed(self, sequence: Sequence, token: int, logprobs: bytes, wait_ns: int) -> None:
         """Add `token`, in the outputs already, of a step sent before `sequence` lost its slot."""
         first = sequence.outputs.size - 1
-        cached = 0 if first else max(sequence.cached, 0)
+        cached = 0 if first else max(sequence.cached_tokens, 0)
         record, finish = sequence.record, sequence.finish
         self.rows.append(Row(record, sequence.choice, first, token, logprobs, finish, "", wait_ns, cached))
 
     def checkpoint(self, sequence: Sequence) -> None:
         """Checkpoint all of a sequence without a slot that no checkpoint has carried yet."""
-        if sequence.outputs.size > sequence.checkpointed:
-            tokens = sequence.outputs[sequence.checkpointed :]
-            self.checkpoints.append((sequence.record.request.id, sequence.choice, sequence.checkpointed, tokens))
-            sequence.checkpointed = sequence.outputs.size
+        if sequence.outputs.size > sequence.checkpointed_tokens:
+            tokens = sequence.outputs[sequence.checkpointed_tokens :]
+            self.checkpoints.append((sequence.record.request.id, sequence.choice, sequence.checkpointed_tokens, tokens))
+            sequence.checkpointed_tokens = sequence.outputs.size
 
     def build(self, columns: Columns | None = None) -> Outcome:
         """Return the Outcome, rows sorted by gateway. Lists of a steady step are shared by Outcomes: read only."""
@@ -119,17 +124,17 @@ class OutcomeBuilder:
                 requests=delivery.requests,
                 gateways=delivery.gateways,
                 choices=delivery.choices,
-                first=columns.first,
-                counts=ones(columns.first.size) if columns.counts is None else columns.counts,
+                first_indices=columns.first_indices,
+                counts=ones(columns.first_indices.size) if columns.counts is None else columns.counts,
                 tokens=columns.tokens,
                 logprobs=columns.logprobs,
                 drafts=EMPTY if columns.drafts is None else columns.drafts,
                 waits_ns=columns.waits_ns,
                 finish=columns.finish,
-                cached=columns.cached,
+                cached_tokens=columns.cached_tokens,
             )
         outcome.checkpoints, outcome.prompt_logprobs = self.checkpoints, self.prompt_logprobs
-        outcome.started, outcome.ended = self.started, self.ended
+        outcome.started_ids, outcome.ended_requests = self.started_ids, self.ended_requests
         outcome.identities, outcome.lost_peers = self.identities, self.lost_peers
         if self.rows:
             self._merge(outcome)
@@ -153,13 +158,17 @@ class OutcomeBuilder:
         outcome.choices = np.concatenate([outcome.choices, np.array([row.choice for row in rows], np.int32)])[order]
         if outcome.drafts.size:
             outcome.drafts = np.concatenate([outcome.drafts, np.zeros(len(rows), np.int32)])[order]
-        outcome.first = np.concatenate([outcome.first, np.array([row.first for row in rows], np.int32)])[order]
+        outcome.first_indices = np.concatenate(
+            [outcome.first_indices, np.array([row.first_index for row in rows], np.int32)]
+        )[order]
         outcome.finish = np.concatenate([outcome.finish, np.array([row.finish for row in rows], np.uint8)])[order]
         outcome.waits_ns = np.concatenate([outcome.waits_ns, np.array([row.wait_ns for row in rows], np.int64)])[order]
         outcome.counts, outcome.tokens = counts[order], tokens[which]
         outcome.requests, outcome.gateways = [requests[i] for i in order], [gateways[i] for i in order]
-        cached = outcome.cached | {base + i: row.cached for i, row in enumerate(rows) if row.cached}
-        outcome.cached = {row: cached[i] for row, i in enumerate(order) if i in cached}
+        cached = outcome.cached_tokens | {
+            base + i: row.cached_tokens for i, row in enumerate(rows) if row.cached_tokens
+        }
+        outcome.cached_tokens = {row: cached[i] for row, i in enumerate(order) if i in cached}
         outcome.errors = {
             row: rows[i - base].error for row, i in enumerate(order) if i >= base and rows[i - base].error
         }

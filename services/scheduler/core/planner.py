@@ -51,7 +51,9 @@ class Planner:
                 step = self._build(replica, microbatch, now_ns, out)
                 if step:
                     return self._commit(step)
-                if not step.preempted:  # else all rows that were to run were preempted; those that kept memory run now
+                if (
+                    not step.preemptions
+                ):  # else all rows that were to run were preempted; those that kept memory run now
                     break
         return None
 
@@ -65,7 +67,7 @@ class Planner:
         max_seqs = state.policy.batch.max_step_seqs(table.count, max_running, replica.microbatches)
         max_tokens = replica.tokens.max_tokens(replica, state.step_tokens)
         step = StepBuilder(replica, microbatch, max_running, max_seqs, max_tokens, now_ns)
-        if table.limited:
+        if table.tbt_rows:
             self._preempter.for_latency_limits(step, now_ns, out)
         if state.policy.relief.early:
             self._admission.preempt_early(step, out)
@@ -82,7 +84,7 @@ class Planner:
             return step
         rows, passed = self._prompts(step), NO_ROWS
         if rows.size and (head := self._admission.head(step)) is not None:
-            behind = self._admission.passed(step, rows, head)
+            behind = self._admission.find_overtaken(step, rows, head)
             rows, passed = rows[~behind], rows[behind]
         self._chunks(step, rows)
         self._admit(step, passed, out)
@@ -93,7 +95,7 @@ class Planner:
         """Schedule one token for each decoding row, as far as sequences, tokens and blocks allow."""
         table = step.replica.table
         wants = self._wants(step)
-        decodes: Bool = wants & self._decoding(step)
+        decodes: Bool = wants & self._decode_mask(step)
         rows = table.select(decodes, step.microbatch)
         step.has_prompts = rows.size < table.high and bool(np.count_nonzero(wants) > rows.size)
         if table.low_rows and table.low_yields:
@@ -132,7 +134,7 @@ class Planner:
         most = step.replica.tokens.low_decodes(step.replica, rows[~is_low], low)
         if low.size <= most:
             return rows, decodes
-        order = np.lexsort((table.number[low], table.last_token_ns[low], table.unanswered[low]))
+        order = np.lexsort((table.number[low], table.last_token_ns[low], table.unanswered_steps[low]))
         rows = np.sort(np.concatenate((rows[~is_low], low[order[:most]])))
         return rows, table.mask(rows)
 
@@ -143,14 +145,14 @@ class Planner:
         if any(step.drafts is not None and step.microbatch == microbatch for step in replica.inflight.values()):
             return True
         table, high = replica.table, replica.table.high
-        if table.limited and (table.phase[:high] == PREFILLING).any():
+        if table.tbt_rows and (table.phase[:high] == PREFILLING).any():
             return False  # prompts take what the limits leave
-        decoding = (table.phase[:high] == DECODING) & (table.known[:high] < table.limit[:high])
+        decoding = (table.phase[:high] == DECODING) & (table.known_tokens[:high] < table.limit[:high])
         if replica.microbatches > 1:
-            decoding &= (table.unanswered[:high] == 0) | (table.microbatch[:high] == microbatch)
+            decoding &= (table.unanswered_steps[:high] == 0) | (table.microbatch[:high] == microbatch)
         rows = decoding.nonzero()[0]
         tokens = replica.tokens.max_tokens(replica, self._state.step_tokens) - rows.size
-        return replica.speculation.worth_waiting(rows, tokens, int(table.planned[rows].sum()), microbatch)
+        return replica.speculation.worth_waiting(rows, tokens, int(table.planned_tokens[rows].sum()), microbatch)
 
     def _pool(self, step: StepBuilder, batch: Pooled, now_ns: int, out: OutcomeBuilder) -> None:
         """Let sequences enter into what the running prompts leave of the budget; then give all prompts their chunks."""
@@ -160,7 +162,7 @@ class Planner:
         rows = self._prompts(step)
         if rows.size:
             rows = self._state.policy.order.sort(table, rows, now_ns)
-            rest = (table.known[rows] - table.planned[rows]).astype(np.int64)
+            rest = (table.known_tokens[rows] - table.planned_tokens[rows]).astype(np.int64)
             step.tokens_left -= int(batch.chunks(rest, rest, left, True).sum())
         self._admit(step, NO_ROWS, out)
         step.tokens_left = left
@@ -171,7 +173,7 @@ class Planner:
         """Return the rows that have a part of a prompt to compute."""
         if not step.has_prompts:
             return NO_ROWS
-        return np.flatnonzero(self._wants(step) & self._prefilling(step))
+        return np.flatnonzero(self._wants(step) & self._prefill_mask(step))
 
     def _chunks(self, step: StepBuilder, rows: Rows) -> None:
         """Schedule further chunks of prompts that run already."""
@@ -182,8 +184,8 @@ class Planner:
         if step.tokens_left <= 0:
             return
         rows = policy.order.sort(table, rows, step.now_ns)[: step.seqs_left]
-        before = table.planned[rows].astype(np.int64)
-        rest = table.known[rows] - before
+        before = table.planned_tokens[rows].astype(np.int64)
+        rest = table.known_tokens[rows] - before
         lengths = step.chunks(policy.batch, rest, before)
         if lengths.size:
             step.schedule(rows[: lengths.size], lengths)
@@ -204,15 +206,15 @@ class Planner:
             while more:
                 passed_no_more = False
                 for sequence in [batch.beneficiary] if batch.beneficiary is not None else scan:
-                    if passed.size and not admission.passed(step, passed, sequence).all():
+                    if passed.size and not admission.find_overtaken(step, passed, sequence).all():
                         passed_no_more = True
                         break
-                    lacking = len(step.lacking)
+                    lacking = len(step.missing_adapters)
                     verdict = check(step, sequence)
-                    if lacking < len(step.lacking) <= LOOK_PAST_LACKING:
+                    if lacking < len(step.missing_adapters) <= LOOK_PAST_LACKING:
                         scan.look_further()
                     if verdict is Verdict.STOP:
-                        admission.stopped(batch, sequence)
+                        admission.on_stop(batch, sequence)
                         break
                     if verdict is Verdict.SKIP or (not router.prefers(replica, sequence) and scan.defer(sequence)):
                         continue
@@ -220,14 +222,14 @@ class Planner:
                         break
                 else:
                     admission.none_left(batch)
-                offered = bool(batch.taken)
+                offered = bool(batch.taken_sequences)
                 more = admission.enter(batch, out)
                 if passed_no_more:
                     self._chunks(step, passed)
                     passed = NO_ROWS
                     more = (more or not offered) and admission.still_room(batch)
         self._chunks(step, passed)
-        for digest in step.lacking:  # now that those that entered have their rows
+        for digest in step.missing_adapters:  # now that those that entered have their rows
             replica.adapters.seek(digest)
 
     def _commit(self, step: StepBuilder) -> StepPlan:
@@ -235,11 +237,11 @@ class Planner:
         state, replica = self._state, step.replica
         plan = step.commit()
         state.counters.iteration += 1
-        replica.memory.stepped(replica, step.preempted)
-        replica.tokens.stepped(replica, plan.decode_tokens, plan.decode_tokens + plan.prefill_tokens, len(plan.enters))
+        replica.memory.on_step(replica, step.preemptions)
+        replica.tokens.on_step(replica, plan.decode_tokens, plan.decode_tokens + plan.prefill_tokens, len(plan.enters))
         if state.policy.order.counts_tokens:
-            rows, tokens = step.scheduled
-            state.policy.order.served(replica.table.tenant[rows], replica.table.priority[rows], tokens)
+            rows, tokens = step.scheduled_rows
+            state.policy.order.count_served(replica.table.tenant[rows], replica.table.priority[rows], tokens)
         return plan
 
     def _open(self, replica: Replica) -> list[int]:
@@ -261,7 +263,7 @@ class Planner:
         tokens, step_ns = replica.last_answered
         return len(sent) * step_ns < state.ahead_ns and all(step.tokens <= tokens for step in sent)
 
-    def _decoding(self, step: StepBuilder) -> Bool:
+    def _decode_mask(self, step: StepBuilder) -> Bool:
         """Return [high] bool: the row decodes.
 
         The last token of a prompt, when it is left alone, is a decode too, except in a pooled batch.
@@ -269,15 +271,15 @@ class Planner:
         table, high = step.replica.table, step.replica.table.high
         decoding: Bool = table.phase[:high] == DECODING
         if isinstance(self._state.policy.batch, Pooled):
-            decoding &= table.known[:high] > table.entered[:high]
+            decoding &= table.known_tokens[:high] > table.entry_tokens[:high]
         return decoding
 
-    def _prefilling(self, step: StepBuilder) -> Bool:
+    def _prefill_mask(self, step: StepBuilder) -> Bool:
         """Return [high] bool: the row has a part of its prompt to compute, or of what it computes again."""
         table, high = step.replica.table, step.replica.table.high
         prefilling: Bool = table.phase[:high] == PREFILLING
         if isinstance(self._state.policy.batch, Pooled):
-            prefilling |= (table.phase[:high] == DECODING) & (table.known[:high] == table.entered[:high])
+            prefilling |= (table.phase[:high] == DECODING) & (table.known_tokens[:high] == table.entry_tokens[:high])
         return prefilling
 
     @staticmethod
@@ -288,7 +290,7 @@ class Planner:
         microbatches balance. No row is planned past its limit: known counts the placeholders.
         """
         table, high = step.replica.table, step.replica.table.high
-        wants: Bool = table.known[:high] < table.limit[:high]
+        wants: Bool = table.known_tokens[:high] < table.limit[:high]
         if step.replica.microbatches > 1:
-            wants &= (table.unanswered[:high] == 0) | (table.microbatch[:high] == step.microbatch)
+            wants &= (table.unanswered_steps[:high] == 0) | (table.microbatch[:high] == step.microbatch)
         return wants

@@ -39,7 +39,7 @@ class Preempter:
             )  # without its KV it goes back to a prefill
             mode = Mode.SWAP if decodes else state.policy.relief.mode(replica, row)
         state.counters.preemptions += 1
-        step.preempted += 1
+        step.preemptions += 1
         sequence = replica.release(row, KV.SWAP if mode is Mode.SWAP else KV.DROP)
         step.forget(row)
         if not isinstance(state.policy.relief, AllYield):  # its rule knows no last preemption
@@ -63,17 +63,17 @@ class Preempter:
         model, high = step.replica.model, table.high
         if isinstance(relief, AllYield):
             return self._all_yield(step, relief, now_ns, out)
-        if slo is None or not table.limited or not model.observed:
+        if slo is None or not table.tbt_rows or not model.observations:
             return
-        decodes = (table.phase[:high] == DECODING) & (table.known[:high] < table.limit[:high])
+        decodes = (table.phase[:high] == DECODING) & (table.known_tokens[:high] < table.limit[:high])
         urgent = np.flatnonzero(decodes & (table.tbt_slo_ns[:high] > 0) & (table.priority[:high] <= Priority.HIGH))
         if not urgent.size:
             return
         # A row with a step unanswered gets its token at that step's end, about now; the next one a step later.
-        last = np.where(table.unanswered[urgent] > 0, now_ns, table.last_token_ns[urgent])
+        last = np.where(table.unanswered_steps[urgent] > 0, now_ns, table.last_token_ns[urgent])
         slack = int((last + table.tbt_slo_ns[urgent]).min()) - now_ns
         running = int(np.count_nonzero(decodes))
-        context = int(table.planned[:high][decodes].sum())
+        context = int(table.planned_tokens[:high][decodes].sum())
         if slack - model.predict(running, context) < slo.risk_ns:
             for victim in self._enough_for(step.replica, decodes, slack, running, context, slo):
                 self.preempt(step, victim, now_ns, out)
@@ -82,7 +82,7 @@ class Preempter:
         """Preempt all rows of lower classes while one of class <= high has too little left of its TBT limit."""
         table, high = step.replica.table, step.replica.table.high
         urgent = table.active[:high] & (table.priority[:high] <= Priority.HIGH) & (table.tbt_slo_ns[:high] > 0)
-        urgent &= table.applied[:high] > table.prompt[:high]
+        urgent &= table.applied_tokens[:high] > table.prompt[:high]
         rows = np.flatnonzero(urgent)
         if rows.size and int((table.last_token_ns[rows] + table.tbt_slo_ns[rows]).min()) - now_ns < relief.risk_ns:
             for victim in self._victims(step.replica, Priority.NORMAL).tolist():
@@ -95,7 +95,7 @@ class Preempter:
         victims = self._victims(replica, Priority.NORMAL)
         victims = victims[decodes[victims]]
         after = running - np.arange(1, victims.size + 1)
-        contexts = context - np.cumsum(replica.table.planned[victims])
+        contexts = context - np.cumsum(replica.table.planned_tokens[victims])
         pairs = zip(after.tolist(), contexts.tolist(), strict=True)
         safe = slack - np.array([replica.model.predict(*pair) for pair in pairs]) > slo.safe_ns
         return victims[: int(safe.argmax()) + 1].tolist() if safe.any() else []
@@ -124,7 +124,9 @@ class Preempter:
         found = [rows for rows in replica.adapters.rows() if len(rows) <= MAX_VICTIMS and victims.issuperset(rows)]
         if not found:
             return
-        for row in min(found, key=lambda rows: (-int(table.priority[rows].min()), int(table.planned[rows].sum()))):
+        for row in min(
+            found, key=lambda rows: (-int(table.priority[rows].min()), int(table.planned_tokens[rows].sum()))
+        ):
             self.preempt(step, row, now_ns, out)
         replica.beneficiary = sequence
 
@@ -142,8 +144,10 @@ class Preempter:
         """
         replica, relief = step.replica, self._state.policy.relief
         table = replica.table
-        needs = (table.planned[rows] == table.capacity[rows]) & (table.reserved[rows] <= table.held[rows])
-        answered = table.unanswered[rows] == 0
+        needs = (table.planned_tokens[rows] == table.capacity[rows]) & (
+            table.reserved_blocks[rows] <= table.held_blocks[rows]
+        )
+        answered = table.unanswered_steps[rows] == 0
         needy, rows = rows[needs & answered], rows[~needs | answered]
         some_run = rows.size > needy.size or replica.inflight
         if relief.returns:
@@ -175,7 +179,7 @@ class Preempter:
     def _may_be_preempted(replica: Replica) -> Bool:
         """Return [high] bool: the row is neither pinned nor waiting for its KV."""
         table, high = replica.table, replica.table.high
-        may: Bool = table.active[:high] & ~table.pinned[:high]
+        may: Bool = table.active[:high] & ~table.is_pinned[:high]
         may[replica.transfers.slots()] = False
         return may
 
@@ -184,7 +188,7 @@ class Preempter:
         """Return rows of classes >= `lowest` in the order of preemption."""
         table = replica.table
         rows = np.flatnonzero(cls._may_be_preempted(replica) & (table.priority[: table.high] >= lowest))
-        order = np.lexsort((-table.number[rows], table.planned[rows], -table.priority[rows]))
+        order = np.lexsort((-table.number[rows], table.planned_tokens[rows], -table.priority[rows]))
         victims: Rows = rows[order]
         return victims
 
@@ -192,7 +196,7 @@ class Preempter:
     def _frees(replica: Replica, victims: Rows) -> Int64:
         """Return [n] blocks, at least, that each victim makes available: those that it alone holds or has reserved."""
         table, refs = replica.table, replica.pool.refs
-        reserved = np.maximum(table.reserved[victims] - table.held[victims], 0).astype(np.int64)
-        alone = [int(np.count_nonzero(refs[table.blocks[s, : table.held[s]]] == 1)) for s in victims.tolist()]
+        reserved = np.maximum(table.reserved_blocks[victims] - table.held_blocks[victims], 0).astype(np.int64)
+        alone = [int(np.count_nonzero(refs[table.blocks[s, : table.held_blocks[s]]] == 1)) for s in victims.tolist()]
         frees: Int64 = reserved + np.array(alone, np.int64)
         return frees

@@ -38,8 +38,8 @@ class SentStep:
     id: int
     microbatch: int
     slots: Rows  # of its chunks, decodes first
-    computed: Bool  # [n] of the first n rows: the row has a chunk
-    sampled: Rows  # those of `slots` that sample a token
+    chunk_mask: Bool  # [n] of the first n rows: the row has a chunk
+    sampled_rows: Rows  # those of `slots` that sample a token
     samples: Bool  # [n] the same
     sampled_wire: Int32  # the same, as the worker answers
     decodes: int
@@ -47,7 +47,7 @@ class SentStep:
     tokens: int
     decode_context: int
     prefill_context: float
-    moved: int  # blocks that it moves between the tiers
+    moved_blocks: int  # blocks that it moves between the tiers
     drafts: Int32 | None  # [n] of the first n rows: the drafts of each; None: no row has any
     planned_ns: int
     alone: bool  # no other step of the replica was unanswered then
@@ -70,7 +70,7 @@ class Departed:
 
     sequence: Sequence
     generation: int
-    until: int  # first step that it has no part in
+    end_step: int  # first step that it has no part in
     prefix: Prefix | None = None  # of one that was handed over before its KV was confirmed
 
 
@@ -87,30 +87,30 @@ class LastStep:
 class AdmissionMemo:
     """Why no sequence entered at the last look at the waiting ones, so that the next step need not look again."""
 
-    refused: int = -1  # number of the sequence that lacked `cost` blocks, or a slot; -1: none
+    refused_number: int = -1  # number of the sequence that lacked `cost` blocks, or a slot; -1: none
     cost: int = 0
     roster: int = 0  # of the table then
     available: int = 0  # blocks then
-    again: int = 0  # iteration in which it is judged again whatever has changed
+    retry_iteration: int = 0  # iteration in which it is judged again whatever has changed
     none_at: int = -1  # none of the waiting is for this replica: at this count of WaitingQueue.changes,
     none_until_ns: int = 0  # until this moment
 
     def refuse(self, sequence: Sequence, replica: Replica, cost: int, again: int) -> None:
         """Note that `sequence` was refused for lack of `cost` blocks, or of a slot (0)."""
-        self.refused, self.cost, self.again = sequence.number, cost, again
+        self.refused_number, self.cost, self.retry_iteration = sequence.number, cost, again
         self.roster, self.available = replica.table.roster, replica.available
 
     def still_refused(self, sequence: Sequence, replica: Replica, iteration: int) -> bool:
         """Return whether `sequence` would be refused again: no row was freed and blocks have not become more."""
-        same = self.refused == sequence.number and self.roster == replica.table.roster
-        if same and replica.available <= self.available and iteration < self.again:
+        same = self.refused_number == sequence.number and self.roster == replica.table.roster
+        if same and replica.available <= self.available and iteration < self.retry_iteration:
             return True
-        self.refused = -1
+        self.refused_number = -1
         return False
 
 
 class Replica:
-    """Owns slots and blocks; `reserved` blocks are kept for rows and not taken yet."""
+    """Owns slots and blocks; `reserved_blocks` blocks are kept for rows and not taken yet."""
 
     def __init__(
         self, number: int, limits: Limits, hasher: Hasher | None, memory: Memory, tokens: Budget, history: History,
@@ -130,7 +130,7 @@ class Replica:
         self.transfers = Transfers(self.pool, self.host, self.table)
         self.peers: Peers[Replica] = Peers()
         self.adapters = Adapters(limits.max_loras)
-        self.handed: list[Sequence] = []  # swapped out for another replica, and no other may take them yet
+        self.handovers: list[Sequence] = []  # swapped out for another replica, and no other may take them yet
         self.prefix_cache = PrefixCache(self.pool, self.host, self.table, hasher) if hasher else None
         self.model = StepTime(limits.experts, limits.experts_per_token)
         self.token_time = TokenTime()
@@ -140,22 +140,22 @@ class Replica:
         self.inflight_of: dict[int, int] = {}  # microbatch -> steps in flight
         self.last_planned: dict[int, int] = {}  # microbatch -> its last step
         self.next_step = 1  # ids are those of one Run of the worker, so they begin anew when it joins again
-        self.freed: list[int] = []  # slots to free in the next step
-        self.departed: dict[int, list[Departed]] = {}
-        self.reserved = 0
+        self.freed_slots: list[int] = []  # slots to free in the next step
+        self.departures: dict[int, list[Departed]] = {}
+        self.reserved_blocks = 0
         self.constraints: list[Constraint[Any]] = []  # of sequences that would join a step
         self.memo = AdmissionMemo()
         self.beneficiary: Sequence | None = None  # sequences were preempted for it: no other enters before it does
         self.alive = True
         self.is_keeping = False  # its worker was asked to keep KV: its host tier is not read until it has left
-        self.kept: Int32 = EMPTY  # host blocks that outlive the worker, as it has acknowledged
-        self.last = LastStep()
+        self.kept_blocks: Int32 = EMPTY  # host blocks that outlive the worker, as it has acknowledged
+        self.last_step = LastStep()
         self.last_answered = 0, 0  # tokens and ns of the step that was answered last
 
     @property
     def available(self) -> int:
         """Blocks that are free or cached, and reserved for no row."""
-        return self.pool.free + self.pool.cached - self.reserved
+        return self.pool.free + self.pool.cached - self.reserved_blocks
 
     @property
     def swap_ns_per_block(self) -> float:
@@ -170,10 +170,10 @@ class Replica:
         if self.prefix_cache is None or not self.host.total:
             return
         share = max(total // COLD_SHARE, min(COLD_BLOCKS, total // 4), 1)
-        if pool.free >= share or not pool.cached or self.transfers.pending:
+        if pool.free >= share or not pool.cached or self.transfers.has_copies:
             return
         cold = pool.coldest(share)
-        cold = cold[pool.reused(cold)]
+        cold = cold[pool.is_reused(cold)]
         if cold.size and cold.size <= self.host.available and self.available >= cold.size:
             self.transfers.keep(cold)
 
@@ -184,13 +184,17 @@ class Replica:
         """
         table, size = self.table, self.limits.block_size
         table.rollback(rows, tokens)
-        rows = rows[table.capacity[rows] - table.planned[rows] >= size]
+        rows = rows[table.capacity[rows] - table.planned_tokens[rows] >= size]
         if rows.size:
-            needed, held, reserved = -(-table.planned[rows] // size), table.held[rows], table.reserved[rows]
+            needed, held, reserved = (
+                -(-table.planned_tokens[rows] // size),
+                table.held_blocks[rows],
+                table.reserved_blocks[rows],
+            )
             self.pool.give(table.shorten(rows, needed))
             if (reserved > needed).any():
                 again = np.maximum(reserved - needed, 0) - np.maximum(reserved - held, 0)
-                self.reserved += int(again.sum())
+                self.reserved_blocks += int(again.sum())
 
     def reserve(self, slots: Rows, blocks: Int64) -> None:
         """Reserve so many blocks in all for each of these rows, [n] both, which take them as they grow.
@@ -198,8 +202,8 @@ class Replica:
         Blocks that a row holds already count.
         """
         for slot, count in zip(slots.tolist(), blocks.tolist(), strict=True):
-            self.table.reserved[slot] = count
-            self.reserved += max(count - self.table.held.item(slot), 0)
+            self.table.reserved_blocks[slot] = count
+            self.reserved_blocks += max(count - self.table.held_blocks.item(slot), 0)
 
     def release(self, slot: int, kv: KV = KV.DROP) -> Sequence:
         """Take the sequence out of its row, with the outputs applied so far; row and blocks are free for the next step.
@@ -213,55 +217,55 @@ class Replica:
         if drafts := table.drafts.item(slot):  # their KV may count for nothing; those that are right come late
             self.rollback(np.array([slot]), np.array([drafts], np.int32))
         if table.late[slot]:  # the worker has dropped what was planned behind the last known token
-            table.planned[slot] = table.applied[slot] - 1
-        if kv is KV.SWAP and not (table.planned[slot] and self.can_swap(slot)):
+            table.planned_tokens[slot] = table.applied_tokens[slot] - 1
+        if kv is KV.SWAP and not (table.planned_tokens[slot] and self.can_swap(slot)):
             kv = KV.DROP
-        generation, computed = int(table.generation[slot]), int(table.planned[slot])
-        has_all = computed >= int(table.applied[slot]) - 1
+        generation, computed = int(table.generation[slot]), int(table.planned_tokens[slot])
+        has_all = computed >= int(table.applied_tokens[slot]) - 1
         if self.transfers.from_peer(slot) is not None:
-            table.filled[slot] = 0  # its peer may be lost before all is here
-        self.reserved -= max(int(table.reserved[slot] - table.held[slot]), 0)
+            table.filled_tokens[slot] = 0  # its peer may be lost before all is here
+        self.reserved_blocks -= max(int(table.reserved_blocks[slot] - table.held_blocks[slot]), 0)
         prefix = None
         if self.prefix_cache is not None:
             self.prefix_cache.leaves(slot, sequence)
             if kv is KV.HAND_OVER:
-                held = table.blocks[slot, : table.held[slot]].copy()
-                prefix = Prefix(held, int(table.registered[slot]))
+                held = table.blocks[slot, : table.held_blocks[slot]].copy()
+                prefix = Prefix(held, int(table.registered_blocks[slot]))
         if not self.transfers.loads(slot):  # else no step has entered the row yet
-            self.freed.append(slot)
+            self.freed_slots.append(slot)
         copied = self.transfers.leaves(slot)
-        self.adapters.left(slot)
+        self.adapters.on_leave(slot)
         blocks = table.leave(slot)
         if kv is not KV.DROP:
             surplus = blocks[self.blocks_for(computed) :]  # of a row that was late
             if surplus.size:
                 self.pool.give(surplus)
                 blocks = blocks[: -surplus.size]
-            host = self.transfers.out(blocks, stay=kv is KV.HAND_OVER)
-            sequence.saved = SavedKV(self.number, host, computed, self.transfers.queued_out, has_all)
+            host = self.transfers.copy_out(blocks, stay=kv is KV.HAND_OVER)
+            sequence.saved_kv = SavedKV(self.number, host, computed, self.transfers.queued_out, has_all)
         else:
-            sequence.lost = computed
+            sequence.lost_tokens = computed
             landing = np.isin(blocks, copied) if copied.size else None
             self.pool.give(blocks if landing is None else blocks[~landing])
             if landing is not None:
                 self.pool.drain(blocks[landing])
-        if sequence.unanswered and sequence.state is not State.ENDED:
-            self.departed.setdefault(slot, []).append(Departed(sequence, generation, self.next_step, prefix))
+        if sequence.unanswered_steps and sequence.state is not State.ENDED:
+            self.departures.setdefault(slot, []).append(Departed(sequence, generation, self.next_step, prefix))
         return sequence
 
-    def confirmed(self, slot: int, step: int, end: int) -> None:
+    def on_confirm(self, slot: int, step: int, end: int) -> None:
         """Note that a result has confirmed the KV of a handed-over sequence up to `end` tokens."""
-        for gone in self.departed.get(slot, ()):
+        for gone in self.departures.get(slot, ()):
             if gone.sequence.state is State.ENDED:
                 continue  # a stop may have cut its tokens
-            if gone.generation <= step < gone.until and gone.prefix is not None and self.prefix_cache is not None:
-                self.prefix_cache.confirmed(gone.sequence, gone.prefix, end)
+            if gone.generation <= step < gone.end_step and gone.prefix is not None and self.prefix_cache is not None:
+                self.prefix_cache.register_departed(gone.sequence, gone.prefix, end)
 
     def evict(self, sequence: Sequence) -> None:
         """Give up the KV of a sequence without a slot that lies in this host tier."""
-        if sequence.saved is not None:
-            self.host.give(sequence.saved.blocks)
-            sequence.lost, sequence.saved = sequence.saved.tokens, None
+        if sequence.saved_kv is not None:
+            self.host.give(sequence.saved_kv.blocks)
+            sequence.lost_tokens, sequence.saved_kv = sequence.saved_kv.tokens, None
             sequence.route.generation = -1  # other replicas may take it now
 
     def swap_all(self) -> list[Sequence]:
@@ -276,51 +280,51 @@ class Replica:
 
     def has_kept(self, sequence: Sequence) -> bool:
         """Return whether the worker has left behind all of the KV that a sequence has here; else give up its blocks."""
-        if not self.kept.size or sequence.saved is None:
+        if not self.kept_blocks.size or sequence.saved_kv is None:
             return False
-        if np.isin(sequence.saved.blocks, self.kept).all():
+        if np.isin(sequence.saved_kv.blocks, self.kept_blocks).all():
             return True
-        self.host.give(sequence.saved.blocks)
+        self.host.give(sequence.saved_kv.blocks)
         return False
 
     def can_swap(self, slot: int) -> bool:
         """Return whether the host tier has room for the KV of this row, which does not wait for KV."""
-        return 0 < int(self.table.held[slot]) <= self.host.free + self.host.cached
+        return 0 < int(self.table.held_blocks[slot]) <= self.host.free + self.host.cached
 
-    def acknowledged(self, out_gpu: Int32, in_host: Int32) -> None:
+    def acknowledge(self, out_gpu: Int32, in_host: Int32) -> None:
         """Take copies between the tiers as complete. Raises ValueError for one that was not under way."""
-        for load in self.transfers.acknowledged(out_gpu, in_host):
-            if load.shared:  # the same prefix is in both tiers now
+        for load in self.transfers.acknowledge(out_gpu, in_host):
+            if load.is_shared:  # the same prefix is in both tiers now
                 self.pool.register(load.gpu, self.host.keys_of(load.host))
             elif load.peer >= 0 and self.prefix_cache is not None:
-                self.prefix_cache.filled([(load.slot, self.table.filled.item(load.slot))])
+                self.prefix_cache.register_rows([(load.slot, self.table.filled_tokens.item(load.slot))])
 
     def owner(self, slot: int, step: int) -> Sequence | None:
         """Return the preempted sequence that had this slot in `step`, if the step is unanswered for it."""
-        for gone in self.departed.get(slot, ()):
-            if gone.generation <= step < gone.until:
+        for gone in self.departures.get(slot, ()):
+            if gone.generation <= step < gone.end_step:
                 return gone.sequence
         return None
 
     def settle(self, slot: int, step: int) -> None:
         """Note that a step of a departed sequence was answered; forget the sequence with its last such step."""
         kept = []
-        for gone in self.departed[slot]:
-            if gone.generation <= step < gone.until:
-                gone.sequence.unanswered -= 1
-            if gone.sequence.unanswered and gone.sequence.slot < 0:
+        for gone in self.departures[slot]:
+            if gone.generation <= step < gone.end_step:
+                gone.sequence.unanswered_steps -= 1
+            if gone.sequence.unanswered_steps and gone.sequence.slot < 0:
                 kept.append(gone)
         if kept:
-            self.departed[slot] = kept
+            self.departures[slot] = kept
         else:
-            del self.departed[slot]
+            del self.departures[slot]
 
-    def sent(self, step: SentStep) -> None:
+    def on_send(self, step: SentStep) -> None:
         self.inflight[step.id] = step
         self.inflight_of[step.microbatch] = self.inflight_of.get(step.microbatch, 0) + 1
         self.last_planned[step.microbatch] = step.id
         self.next_step += 1
 
-    def answered(self, step: SentStep) -> None:
+    def on_answer(self, step: SentStep) -> None:
         del self.inflight[step.id]
         self.inflight_of[step.microbatch] -= 1

@@ -65,7 +65,7 @@ class Endings(Protocol):
     def withdraw(self, sequence: Sequence) -> None:
         """Take a sequence out of its row or the waiting queue before its end."""
 
-    def completed(self, sequence: Sequence) -> None:
+    def on_complete(self, sequence: Sequence) -> None:
         """Note that a sequence ended without a client's or an operator's doing."""
 
     def end(self, sequence: Sequence, finish: Finish, error: str, out: OutcomeBuilder) -> None:
@@ -94,10 +94,10 @@ class Results:
 
     def apply(self, replica: Replica, step: SentStep, result: StepResult, now_ns: int) -> Outcome:
         """Return the Outcome of one answered step. Raises ValueError when the result is not of this step."""
-        rows, samples, table = step.sampled, step.samples, replica.table
+        rows, samples, table = step.sampled_rows, step.samples, replica.table
         sent = step.sampled_wire  # comparing bytes takes a third of what array_equal takes
         if result.late.size or (result.slots is not sent and result.slots.tobytes() != sent.tobytes()):
-            rows = self._answered(replica, step, result)
+            rows = self._answered_slots(replica, step, result)
             samples = np.zeros(samples.size, np.bool_)
             samples[rows] = True
         spans = self._spans(step, rows, result) if step.drafts is not None else None
@@ -105,34 +105,34 @@ class Results:
             raise ValueError(f"the result of step {step.id} has {result.tokens.size} tokens for {rows.size} slots")
         if spans is None and result.token_counts is not None:
             raise ValueError(f"the result of step {step.id} has token counts, but the step has no drafts")
-        if result.kept > step.keep.size:
-            raise ValueError(f"the result of step {step.id} keeps {result.kept} of {step.keep.size} blocks")
-        scored = self._scored(replica, step, result) if result.prompt_logprobs else []
+        if result.kept_blocks > step.keep.size:
+            raise ValueError(f"the result of step {step.id} keeps {result.kept_blocks} of {step.keep.size} blocks")
+        scored = self._match_logprobs(replica, step, result) if result.prompt_logprobs else []
         out = self._endings.collector()
-        replica.answered(step)
+        replica.on_answer(step)
         if replica.speculation.possible:
-            replica.speculation.answered(step.planned_ns, result.step_ns, now_ns, step.alone)
+            replica.speculation.on_answer(step.planned_ns, result.step_ns, now_ns, step.alone)
         for number in result.stale_peers.tolist():
             if self._taken_over(replica, number, now_ns, out) or step.peers.get(number) is not None:
                 out.lost_peers.append(number)  # the worker reads it no more, or could not map it
         self._learn(replica, step, result)
-        if result.kept:
+        if result.kept_blocks:
             if missing := replica.transfers.queued_out - replica.transfers.copied_out:
                 raise ValueError(
                     f"the result of step {step.id} keeps blocks, but {missing} copies are not acknowledged"
                 )
-            replica.kept = step.keep[: result.kept]
+            replica.kept_blocks = step.keep[: result.kept_blocks]
         news = step.adapters or result.adapter_acks.size
-        if news and replica.adapters.acknowledged(step.adapters, result.adapter_acks, now_ns):
-            self._router.changed(self._router.placement.alive)
-        if step.peers and replica.peers.acknowledged(step.peers, result.peer_acks):
-            self._router.changed(self._router.placement.alive)
+        if news and replica.adapters.acknowledge(step.adapters, result.adapter_acks, now_ns):
+            self._router.update_replicas(self._router.placement.alive)
+        if step.peers and replica.peers.acknowledge(step.peers, result.peer_acks):
+            self._router.update_replicas(self._router.placement.alive)
         if step.ends.size and replica.prefix_cache is not None:
-            self._filled(replica, step, result.errors)
+            self._register_prompts(replica, step, result.errors)
         present = table.generation[: samples.size] <= step.id  # rows that still have the sequence of the step
         if table.late_rows and np.count_nonzero(samples & present & (table.late[: samples.size] > 0)):
             raise ValueError(f"the result of step {step.id} has a token of a slot that was late in an earlier step")
-        table.unanswered[: samples.size] -= step.computed & present
+        table.unanswered_steps[: samples.size] -= step.chunk_mask & present
         if spans is None:
             tokens = table.spread(rows, result.tokens, samples.size)
             logprobs = spread_records(rows, result.logprobs, samples.size) if result.logprobs is not None else None
@@ -150,19 +150,19 @@ class Results:
         columns = None
         if rows.size:
             columns = self._tokens(replica, step, rows, samples, tokens, spans, logprobs, now_ns, out)
-        if result.forced is not None:
-            self._force(replica, step, rows, *result.forced)
+        if result.forced_tokens is not None:
+            self._force(replica, step, rows, *result.forced_tokens)
         for slot, code, message in result.errors:
-            self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
+            self._end_failed(replica, step, slot, f"{code}: {message}" if code else message, out)
         if result.late.size:
             self._sit_out(replica, step, result.late.astype(np.intp))
         if table.late_rows:
             table.plan_again(replica.limits)
-        if replica.departed:
+        if replica.departures:
             for slot in step.slots[~present[step.slots]].tolist():
-                if slot in replica.departed:
+                if slot in replica.departures:
                     replica.settle(slot, step.id)  # after the failures, which belong to its last result
-        if replica.handed:
+        if replica.handovers:
             requeue_handed_over(replica, self._waiting, now_ns)
         if result.swap_out_acks.size:
             self._waiting.changes += 1  # peers may read it now
@@ -176,22 +176,24 @@ class Results:
             return False  # it was lost, and with it the loads
         for slot in replica.transfers.loading_from(number):
             self._waiting.requeue(replica.release(slot), now_ns, out)
-        self._router.changed(self._router.placement.alive)
+        self._router.update_replicas(self._router.placement.alive)
         return True
 
     @staticmethod
     def _learn(replica: Replica, step: SentStep, result: StepResult) -> None:
         """Learn how long the step took, and take the copies that are complete."""
         replica.last_answered = step.tokens, result.step_ns
-        if step.tokens and not (step.moved and not replica.limits.role):  # with a role nearly every step moves some
+        if step.tokens and not (
+            step.moved_blocks and not replica.limits.role
+        ):  # with a role nearly every step moves some
             replica.model.observe(step.tokens, step.decode_context, step.prefill_context, result.step_ns)
             replica.token_time.observe(step.tokens, result.step_ns)
         if result.swap_out_acks.size or result.swap_in_acks.size:
-            replica.acknowledged(result.swap_out_acks, result.swap_in_acks)
+            replica.acknowledge(result.swap_out_acks, result.swap_in_acks)
             replica.swap_time.observe(result.swap_out_acks.size + result.swap_in_acks.size, result.swap_ns)
 
     @staticmethod
-    def _filled(replica: Replica, step: SentStep, errors: list[tuple[int, str, str]]) -> None:
+    def _register_prompts(replica: Replica, step: SentStep, errors: list[tuple[int, str, str]]) -> None:
         """Let the blocks of the step's prompt chunks be shared: their KV is there."""
         table, failed = replica.table, {slot for slot, _, _ in errors}
         chunks = [
@@ -199,18 +201,18 @@ class Results:
             for slot, end in zip(step.slots[step.decodes :].tolist(), step.ends.tolist(), strict=True)
             if slot not in failed
         ]
-        if replica.departed:
+        if replica.departures:
             for slot, end in chunks:
                 if table.generation.item(slot) > step.id:
-                    replica.confirmed(slot, step.id, end)
+                    replica.on_confirm(slot, step.id, end)
         present = [(slot, end) for slot, end in chunks if table.generation.item(slot) <= step.id]
         for slot, end in present:
-            table.filled[slot] = end
+            table.filled_tokens[slot] = end
         if replica.prefix_cache is not None:
-            replica.prefix_cache.filled(present)
+            replica.prefix_cache.register_rows(present)
 
     @staticmethod
-    def _scored(replica: Replica, step: SentStep, result: StepResult) -> list[tuple[Sequence, PromptLogprobs]]:
+    def _match_logprobs(replica: Replica, step: SentStep, result: StepResult) -> list[tuple[Sequence, PromptLogprobs]]:
         """Return log-probabilities of prompts with their sequences; those of sequences that have ended are left out.
 
         Raises ValueError, before anything is applied, for a slot without a chunk or with two records, for tokens that
@@ -227,11 +229,14 @@ class Results:
             )
             if sequence is None or sequence.state is State.ENDED:
                 continue
-            end = scores.first + scores.count
-            if not 0 < scores.first <= sequence.scored or not scores.first < end <= sequence.prompt.size:
+            end = scores.first_position + scores.count
+            if (
+                not 0 < scores.first_position <= sequence.scored_tokens
+                or not scores.first_position < end <= sequence.prompt.size
+            ):
                 raise ValueError(
-                    f"the result of step {step.id} scores tokens {scores.first} to {end - 1} of slot {scores.slot}, "
-                    f"which has {sequence.prompt.size} and lacks those from {sequence.scored} on"
+                    f"the result of step {step.id} scores tokens {scores.first_position} to {end - 1} of slot "
+                    f"{scores.slot}, which has {sequence.prompt.size} and lacks those from {sequence.scored_tokens} on"
                 )
             scored[scores.slot] = sequence, scores
         return list(scored.values())
@@ -239,32 +244,32 @@ class Results:
     @staticmethod
     def _publish(sequence: Sequence, scores: PromptLogprobs, out: OutcomeBuilder) -> None:
         """Publish log-probabilities of a prompt, each token's once: a recomputed token has its first ones."""
-        end = scores.first + scores.count
-        if end <= sequence.scored:
+        end = scores.first_position + scores.count
+        if end <= sequence.scored_tokens:
             return
         size = len(scores.records) // scores.count
-        records = scores.records[(sequence.scored - scores.first) * size :]
+        records = scores.records[(sequence.scored_tokens - scores.first_position) * size :]
         request = sequence.record.request
-        prompt, count = sequence.choice // request.n, end - sequence.scored
-        out.prompt_logprobs.append((request.id, prompt, sequence.scored, count, records))
-        sequence.scored = end
+        prompt, count = sequence.choice // request.n, end - sequence.scored_tokens
+        out.prompt_logprobs.append((request.id, prompt, sequence.scored_tokens, count, records))
+        sequence.scored_tokens = end
 
     @staticmethod
-    def _answered(replica: Replica, step: SentStep, result: StepResult) -> Rows:
+    def _answered_slots(replica: Replica, step: SentStep, result: StepResult) -> Rows:
         """Return the slots of a result that leaves some out: those that failed in this step or before, or are late.
 
         Raises ValueError where another slot is missing or late, or the slots are not those of the step.
         """
-        answered = np.isin(step.sampled, result.slots)
+        answered = np.isin(step.sampled_rows, result.slots)
         failed = [slot for slot, _, _ in result.errors]
-        missing = step.sampled[~answered]
+        missing = step.sampled_rows[~answered]
         if not np.isin(result.late, missing).all() or np.isin(result.late, failed).any():
             raise ValueError(f"the result of step {step.id} has a late slot that did not sample, or that it answers")
         if np.unique(result.late).size < result.late.size:
             raise ValueError(f"the result of step {step.id} has a late slot twice")
         missing = missing[~np.isin(missing, result.late)]
         missing = missing[~np.isin(missing, failed) & (replica.table.generation[missing] <= step.id)]
-        if missing.size or not np.array_equal(result.slots, step.sampled[answered]):
+        if missing.size or not np.array_equal(result.slots, step.sampled_rows[answered]):
             raise ValueError(f"the result of step {step.id} is for other slots than those that sampled")
         return result.slots.astype(np.intp)
 
@@ -303,13 +308,13 @@ class Results:
         table.sit_out(late[present])
         for slot in late[~present].tolist():
             sequence = replica.owner(slot, step.id)
-            if sequence is None or (saved := sequence.saved) is None:
+            if sequence is None or (saved := sequence.saved_kv) is None:
                 continue
-            if (uncomputed := saved.tokens - sequence.known + 1) > 0:  # it was saved with all that was planned
-                needed = max(replica.blocks_for(sequence.known - 1), 1)
+            if (uncomputed := saved.tokens - sequence.known_tokens + 1) > 0:  # it was saved with all that was planned
+                needed = max(replica.blocks_for(sequence.known_tokens - 1), 1)
                 if needed < saved.blocks.size:
                     replica.host.give(saved.blocks[needed:])
-                sequence.saved = replace(saved, blocks=saved.blocks[:needed], tokens=sequence.known - 1)
+                sequence.saved_kv = replace(saved, blocks=saved.blocks[:needed], tokens=sequence.known_tokens - 1)
                 if sequence.state is State.WAITING:
                     self._waiting.grew(sequence, uncomputed)
 
@@ -326,9 +331,9 @@ class Results:
         counts = None
         if spans is None or step.drafts is None:
             before = table.append_tokens(tokens, samples)
-            stopped = table.stopped(tokens, samples)
+            stopped = table.find_stops(tokens, samples)
         else:
-            before = table.applied[:size].copy()
+            before = table.applied_tokens[:size].copy()
             given = spans.counts[rows]
             present = tokens if rows.size == spans.rows else tokens[spans.flat(rows, given)]
             counts, stopped = table.append_spans(rows, present, given, size)
@@ -340,8 +345,8 @@ class Results:
         waits = now_ns - table.last_token_ns[:size]
         np.copyto(table.last_token_ns[:size], now_ns, where=samples)
         self.tokens_total += rows.size if counts is None else int(counts.sum())
-        cached = self._cached(replica, delivery.rows, first)
-        done = table.applied[:size] >= table.limit[:size]
+        cached = self._cached_tokens(replica, delivery.rows, first)
+        done = table.applied_tokens[:size] >= table.limit[:size]
         done &= samples
         if stopped is not None:
             done |= stopped
@@ -362,34 +367,34 @@ class Results:
             for row in rows[done[rows]].tolist():
                 table.sequence[row].state = State.ENDED
                 if replica.speculation.possible:
-                    replica.speculation.ended(row)
+                    replica.speculation.on_end(row)
                 sequence = replica.release(row)
-                self._endings.completed(sequence)
+                self._endings.on_complete(sequence)
                 self._endings.end(sequence, Finish(int(kinds[row])), "", out)
         records = logprobs[which] if logprobs is not None else None
         guesses = step.drafts[at] if counts is not None and step.drafts is not None else None
         return Columns(delivery, first, tokens[which], counts, guesses, cached, finish, waits[at], records)
 
     @staticmethod
-    def _cached(replica: Replica, at: RowIndex, first: Int32) -> dict[int, int]:
+    def _cached_tokens(replica: Replica, at: RowIndex, first: Int32) -> dict[int, int]:
         """Return, by row of the Outcome, the prompt tokens that the prefix cache had, of rows with a first token."""
         if replica.prefix_cache is None or not (rows := (first == 0).nonzero()[0]).size:
             return {}
         sequences = replica.table.sequence[rows if isinstance(at, slice) else at[rows]].tolist()  # a slice begins at 0
-        return {row: s.cached for row, s in zip(rows.tolist(), sequences, strict=True) if s.cached > 0}
+        return {row: s.cached_tokens for row, s in zip(rows.tolist(), sequences, strict=True) if s.cached_tokens > 0}
 
     def _checkpoints(self, replica: Replica, going: Bool, now_ns: int, out: OutcomeBuilder) -> None:
         """Checkpoint the rows of `going`, [n] of the first n rows, that have enough tokens since their last one."""
         table, size = replica.table, going.size
-        due = table.applied[:size] >= table.due[:size]
+        due = table.applied_tokens[:size] >= table.due[:size]
         due |= table.checkpoint_ns[:size] <= now_ns - self._checkpoint_ns
         due &= going
         which = due.nonzero()[0]
         if not which.size:
             return
-        start, stop = table.checkpointed[which], table.applied[which]
+        start, stop = table.checkpointed_tokens[which], table.applied_tokens[which]
         sizes = stop - start
-        table.checkpointed[which] = stop
+        table.checkpointed_tokens[which] = stop
         table.due[which] = stop + self._checkpoint_tokens
         table.checkpoint_ns[which] = now_ns
         if not np.count_nonzero(sizes != sizes[0]):  # in steady decode all have as many: one gather
@@ -406,12 +411,12 @@ class Results:
     def checkpoint(replica: Replica, slot: int, out: OutcomeBuilder) -> None:
         """Checkpoint what one running sequence has beyond its last checkpoint."""
         table = replica.table
-        begin, end = int(table.checkpointed[slot]), int(table.applied[slot])
+        begin, end = int(table.checkpointed_tokens[slot]), int(table.applied_tokens[slot])
         if end > begin:
             first = begin - int(table.prompt[slot])
             tokens = table.tokens[slot, begin:end].copy()
             out.checkpoints.append((table.request[slot].id, int(table.choice[slot]), first, tokens))
-            table.checkpointed[slot] = end
+            table.checkpointed_tokens[slot] = end
 
     def _append_departed(
         self,
@@ -436,15 +441,15 @@ class Results:
         finish = sequence.verdict(sequence.longest(replica.limits))
         if finish is not Finish.RUNNING:
             self._endings.withdraw(sequence)
-            self._endings.completed(sequence)
+            self._endings.on_complete(sequence)
             sequence.finish = finish
-        out.departed(sequence, token, logprobs, wait_ns)
+        out.add_departed(sequence, token, logprobs, wait_ns)
         if finish is not Finish.RUNNING:
             self._endings.end(sequence, finish, "", out)
         else:
             out.checkpoint(sequence)
 
-    def _failed(self, replica: Replica, step: SentStep, slot: int, message: str, out: OutcomeBuilder) -> None:
+    def _end_failed(self, replica: Replica, step: SentStep, slot: int, message: str, out: OutcomeBuilder) -> None:
         """End a sequence after an error in its part of the step; the other sequences go on.
 
         A sequence that fails because no replica can load its adapter also ends those that wait for it.
@@ -457,7 +462,7 @@ class Results:
         if sequence is None or sequence.state is State.ENDED:
             return
         adapter = sequence.record.request.adapter
-        is_first_reason = replica.adapters.failed(adapter, message)  # called while the row has the adapter
+        is_first_reason = replica.adapters.on_failure(adapter, message)  # called while the row has the adapter
         self._fail(sequence, message, out)
         if is_first_reason:
             for other in [s for s in self._waiting if s.record.request.adapter == adapter]:

@@ -72,7 +72,7 @@ class Scheduler:
         self._next_policy: Policy | None = None
         self.replicas: list[Replica] = []
         self.records: dict[str, Record] = {}  # of all requests, by id; not to be changed from outside
-        self._parked: dict[str, Record] = {}  # of which something was set aside by park()
+        self._parked_records: dict[str, Record] = {}  # of which something was set aside by park()
         self._names = Names()
         self.waiting = WaitingQueue(self.policy.order)
         self._state = SchedulerState(self.policy, self.waiting, max_seqs, lookahead, ahead_ns, step_tokens)
@@ -80,13 +80,13 @@ class Scheduler:
         self._planner = Planner(self._state, self.router)
         self._results = Results(self, self.router, self.waiting, self._names, checkpoint_tokens, checkpoint_ns)
         self._deadlines: list[tuple[int, int, Record]] = []
-        self._pending = OutcomeBuilder()  # known in calls that return no Outcome; goes out with the next one
+        self._pending_outcome = OutcomeBuilder()  # known in calls that return no Outcome; goes out with the next one
         self._history = History()
         self._sequences = 0
         self._lengths: Mapping[int, list[int]] = {}  # of the last policy that forecast
-        self._ended = dict.fromkeys(Finish, 0)
-        self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
-        self._resuming: dict[Sequence, int] = {}  # sequences without the KV that they had -> its tokens
+        self._finish_counts = dict.fromkeys(Finish, 0)
+        self._past_moved_blocks = self._past_hit_tokens = 0  # blocks swapped and tokens hit on replicas that are gone
+        self._resuming_tokens: dict[Sequence, int] = {}  # sequences without the KV that they had -> its tokens
 
     def join(self, limits: Limits) -> int:
         """Add a replica with empty slots and blocks; return its number, that of a lost one if there is one.
@@ -108,20 +108,20 @@ class Scheduler:
         replica = Replica(number, limits, hasher, *self.policy.parts_of(number), self._history, microbatches)
         replica.table.stagger = max(self._checkpoint_tokens, 1)
         self.replicas[number : number + 1] = [replica]
-        self.router.joined(replica, self.alive)
-        for sequence in [*self.waiting, *self.waiting.held.values()]:
+        self.router.add_replica(replica, self.alive)
+        for sequence in [*self.waiting, *self.waiting.held_sequences.values()]:
             finish, error = self.router.examine(sequence)
             if finish is not Finish.RUNNING:
-                self._drop(sequence, finish, error, self._pending)
+                self._drop(sequence, finish, error, self._pending_outcome)
         self._hold_stranded()
         return number
 
-    def stranded(self) -> dict[str, str]:
+    def stranded_requests(self) -> dict[str, str]:
         """Return the identity (Limits.identity) that each request with tokens waits for, by request.
 
         Without a replica none does, unless other shards have workers, all of another identity (`served_elsewhere`).
         """
-        requests = [sequence.record.request for sequence in self.waiting.held.values()]
+        requests = [sequence.record.request for sequence in self.waiting.held_sequences.values()]
         return {request.id: request.identity for request in requests}
 
     def served_elsewhere(self, identities: frozenset[str]) -> None:
@@ -152,47 +152,47 @@ class Scheduler:
         answer of the Run that was lost.
         """
         lost = self.replicas[replica]
-        self._moved += lost.transfers.swapped_blocks
-        self._hit += lost.prefix_cache.hit_tokens if lost.prefix_cache is not None else 0
+        self._past_moved_blocks += lost.transfers.swapped_blocks
+        self._past_hit_tokens += lost.prefix_cache.hit_tokens if lost.prefix_cache is not None else 0
         lost.alive = False
         lost.inflight.clear()
         lost.inflight_of.clear()
-        for departed in [gone for each in lost.departed.values() for gone in each]:
-            departed.sequence.unanswered = 0
-        lost.departed.clear()
+        for departed in [gone for each in lost.departures.values() for gone in each]:
+            departed.sequence.unanswered_steps = 0
+        lost.departures.clear()
         self.waiting.changes += 1  # sequences that owed it a step may enter now
         for slot in np.flatnonzero(lost.table.active).tolist():
             load = lost.transfers.from_peer(slot)
             sequence = lost.release(slot)
-            sequence.unanswered = 0
+            sequence.unanswered_steps = 0
             if load is not None:
                 load.tier = None  # the sequence has its references again
-                sequence.saved, sequence.lost = load.saved, 0
+                sequence.saved_kv, sequence.lost_tokens = load.saved_kv, 0
             self._note_resuming(sequence)
-            self.waiting.requeue(sequence, now_ns, self._pending)
-        lost.departed.clear()
+            self.waiting.requeue(sequence, now_ns, self._pending_outcome)
+        lost.departures.clear()
         lost.transfers.let_go()
-        for other in self.alive if not lost.kept.size else ():
-            other.peers.lost(lost)
+        for other in self.alive if not lost.kept_blocks.size else ():
+            other.peers.remove(lost)
             for slot in other.transfers.abandon(lost.number):
-                self.waiting.requeue(other.release(slot), now_ns, self._pending)
+                self.waiting.requeue(other.release(slot), now_ns, self._pending_outcome)
         for sequence in [s for record in self.records.values() for s in record.sequences]:
             if sequence.saved_at(lost.number) and not lost.has_kept(sequence):
-                sequence.lost = sequence.computed
+                sequence.lost_tokens = sequence.computed_tokens
                 self._note_resuming(sequence)
                 if sequence.state is State.WAITING:
                     self.waiting.lose_saved(sequence, now_ns)
                 else:
-                    sequence.saved = None
-        for sequence in lost.handed + (lost.prefix_cache.ready if lost.prefix_cache is not None else []):
+                    sequence.saved_kv = None
+        for sequence in lost.handovers + (lost.prefix_cache.ready if lost.prefix_cache is not None else []):
             self.waiting.put_back(sequence, now_ns)
-        lost.handed.clear()
-        lost.freed.clear()
-        if lost.kept.size:
+        lost.handovers.clear()
+        lost.freed_slots.clear()
+        if lost.kept_blocks.size:
             self.router.end_keeping(lost, self.alive)
         elif lost.is_keeping:
             self.router.placement.keepers.remove(lost)
-        self.router.changed(self.alive)
+        self.router.update_replicas(self.alive)
         self._hold_stranded()
 
     @property
@@ -226,7 +226,7 @@ class Scheduler:
             self.waiting.requeue(sequence, now_ns, out)
         sequences = [s for record in self.records.values() for s in record.sequences if s.saved_at(replica)]
         sequences.sort(key=lambda sequence: (sequence.priority, sequence.number))
-        kept = [sequence.saved.blocks for sequence in sequences if sequence.saved is not None]
+        kept = [sequence.saved_kv.blocks for sequence in sequences if sequence.saved_kv is not None]
         for sequence in sequences:
             self._note_resuming(sequence)
         return self._planner.last_step(keeper, np.concatenate([EMPTY, *kept]), now_ns), out.build()
@@ -267,20 +267,22 @@ class Scheduler:
             for choice in range(number * request.n, (number + 1) * request.n):
                 outputs = request.outputs[choice] if request.outputs else EMPTY
                 sequence = Sequence(record, choice, self._sequences, prompt, outputs, prefix=PrefixState(keys))
-                if request.scored is not None and choice == number * request.n:
-                    sequence.scored = request.scored[number]
+                if request.scored_tokens is not None and choice == number * request.n:
+                    sequence.scored_tokens = request.scored_tokens[number]
                 record.sequences.append(sequence)
                 self._sequences += 1
                 if outputs.size:
-                    self._resuming[sequence] = sequence.known - 1
-        record.left = len(record.sequences)
+                    self._resuming_tokens[sequence] = sequence.known_tokens - 1
+        record.unfinished_sequences = len(record.sequences)
         out = self.collector()
         self.router.expire(now_ns)
         for sequence in list(record.sequences):
-            sequence.checkpointed = request.recorded[sequence.choice] if request.recorded else sequence.outputs.size
+            sequence.checkpointed_tokens = (
+                request.checkpointed_tokens[sequence.choice] if request.checkpointed_tokens else sequence.outputs.size
+            )
             out.checkpoint(sequence)
             self._take_in(sequence, now_ns, out)
-        if request.deadline_ns and record.left:
+        if request.deadline_ns and record.unfinished_sequences:
             heapq.heappush(self._deadlines, (request.deadline_ns, record.sequences[0].number, record))
         return out.build()
 
@@ -306,8 +308,8 @@ class Scheduler:
         if sequence.state is not State.ENDED and held is not None and at_token <= held.size:
             self.withdraw(sequence)
             sequence.outputs = sequence.outputs[: max(at_token, 0)]
-            sequence.checkpointed = min(sequence.checkpointed, sequence.outputs.size)
-            self.completed(sequence)
+            sequence.checkpointed_tokens = min(sequence.checkpointed_tokens, sequence.outputs.size)
+            self.on_complete(sequence)
             out.row(sequence, Finish.STOP)
             self.end(sequence, Finish.STOP, "", out)
         return out.build()
@@ -317,14 +319,14 @@ class Scheduler:
         record = self.records.get(request_id)
         if record is None:
             return False
-        has_begun = record.started or record.request.begun or any(s.outputs.size for s in record.sequences)
+        has_begun = record.has_started or record.request.has_begun or any(s.outputs.size for s in record.sequences)
         if has_begun and not begun:
             return False
         for sequence in record.sequences:
             if sequence.state is State.RUNNING:
-                self._results.checkpoint(self.replicas[sequence.replica], sequence.slot, self._pending)
+                self._results.checkpoint(self.replicas[sequence.replica], sequence.slot, self._pending_outcome)
             self.withdraw(sequence)
-        record.left = 0
+        record.unfinished_sequences = 0
         self._forget(record)
         return True
 
@@ -351,14 +353,14 @@ class Scheduler:
         What is in flight for it still counts. A sequence that is loading its KV runs on, so the caller asks again.
         """
         if record := self.records.get(request_id):
-            self._parked[request_id] = record
+            self._parked_records[request_id] = record
             for sequence in record.sequences:
                 if sequence.state is State.RUNNING and not self.replicas[sequence.replica].transfers.loads(
                     sequence.slot
                 ):
                     self.replicas[sequence.replica].release(sequence.slot)
                     sequence.state = State.PARKED
-                    self._pending.checkpoint(sequence)
+                    self._pending_outcome.checkpoint(sequence)
                 elif sequence.state is State.WAITING:
                     sequence.state = State.PARKED
                     self.waiting.drop(sequence)
@@ -366,10 +368,10 @@ class Scheduler:
 
     def resume(self, request_id: str, now_ns: int) -> None:
         """Let what was parked of a request wait again, in its old place."""
-        if record := self._parked.pop(request_id, None):
+        if record := self._parked_records.pop(request_id, None):
             for sequence in list(record.sequences):
                 if sequence.state is State.PARKED:
-                    self._take_in(sequence, now_ns, self._pending)
+                    self._take_in(sequence, now_ns, self._pending_outcome)
 
     def adopt(self, request_id: str, gateway: str) -> None:
         """Send the rows of a request to `gateway` from now on; what the former one got is in the next checkpoint."""
@@ -380,7 +382,7 @@ class Scheduler:
             for sequence in (s for s in record.sequences if s.state is State.RUNNING):
                 replica = self.replicas[sequence.replica]
                 replica.table.redirect(sequence.slot, record.gateway)
-                self._results.checkpoint(replica, sequence.slot, self._pending)
+                self._results.checkpoint(replica, sequence.slot, self._pending_outcome)
 
     def plan(self, now_ns: int, replica: int = 0) -> tuple[StepPlan | None, Outcome | None]:
         """Return the next step of `replica`, or None when nothing can run or enough is in flight; and what became known
@@ -429,7 +431,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing runs, waits or is in flight, and plan() has nothing left to report."""
-        return not self.records and not self._pending and not any(r.inflight for r in self.replicas)
+        return not self.records and not self._pending_outcome and not any(r.inflight for r in self.replicas)
 
     @property
     def alive(self) -> list[Replica]:
@@ -437,7 +439,7 @@ class Scheduler:
         return [replica for replica in self.replicas if replica.alive]
 
     @property
-    def unfinished(self) -> int:
+    def unfinished_count(self) -> int:
         return len(self.records)
 
     @property
@@ -455,22 +457,22 @@ class Scheduler:
 
     def first_tokens(self) -> FirstTokens:
         """Return what predicts the first tokens of requests that are added next, before anything else is called."""
-        return FirstTokens(self._state, self.router.for_prompts, bool(self.router.placement.feeding))
+        return FirstTokens(self._state, self.router.for_prompts, bool(self.router.placement.prefill_sources))
 
     def stats(self) -> dict[str, float | int]:
         """Return the statistics (docs/operations.md#stats) that need neither clock nor I/O."""
-        fields = figures(self._state, self.router, self.alive, self.records.values(), self._parked.values())
-        self._resuming = {s: tokens for s, tokens in self._resuming.items() if self._resumes(s, tokens)}
+        fields = figures(self._state, self.router, self.alive, self.records.values(), self._parked_records.values())
+        self._resuming_tokens = {s: tokens for s, tokens in self._resuming_tokens.items() if self._resumes(s, tokens)}
         return fields | {
-            "resuming": len(self._resuming),
-            "swapped_blocks": fields["swapped_blocks"] + self._moved,
-            "prefix_hit_tokens": fields["prefix_hit_tokens"] + self._hit,
-            "finished": self._ended[Finish.STOP] + self._ended[Finish.LENGTH],
-            "cancelled": self._ended[Finish.CANCELLED] + self._ended[Finish.DEADLINE],
-            "failed": self._ended[Finish.ERROR],
+            "resuming": len(self._resuming_tokens),
+            "swapped_blocks": fields["swapped_blocks"] + self._past_moved_blocks,
+            "prefix_hit_tokens": fields["prefix_hit_tokens"] + self._past_hit_tokens,
+            "finished": self._finish_counts[Finish.STOP] + self._finish_counts[Finish.LENGTH],
+            "cancelled": self._finish_counts[Finish.CANCELLED] + self._finish_counts[Finish.DEADLINE],
+            "failed": self._finish_counts[Finish.ERROR],
             "tokens_total": self._results.tokens_total,
-            "drafted_tokens": self._history.drafted,
-            "accepted_tokens": self._history.accepted,
+            "drafted_tokens": self._history.drafted_tokens,
+            "accepted_tokens": self._history.accepted_tokens,
         }
 
     def replica_stats(self, number: int) -> dict[str, int]:
@@ -487,19 +489,19 @@ class Scheduler:
         if len(self._deadlines) > 2 * len(self.records) + 64:
             raise RuntimeError(f"{len(self._deadlines)} deadlines are kept for {len(self.records)} requests")
         check_replicas(self.alive, self.router.placement.keepers, self.records.values(), self._most_ahead)
-        waits = len(self.waiting) + len(self.waiting.held)
+        waits = len(self.waiting) + len(self.waiting.held_sequences)
         check_records(list(self.records.values()), sum(r.table.count for r in self.replicas), waits)
 
     # -- ends; also called by Results
 
     def collector(self) -> OutcomeBuilder:
         """Return the builder of the next Outcome, with what had to wait for one."""
-        out, self._pending = self._pending, OutcomeBuilder()
+        out, self._pending_outcome = self._pending_outcome, OutcomeBuilder()
         return out
 
-    def completed(self, sequence: Sequence) -> None:
+    def on_complete(self, sequence: Sequence) -> None:
         """Learn from an output that ended by itself or at a stop string: its length, and drafts for its tenant."""
-        self.policy.memory.finished(sequence.prompt.size, sequence.outputs.size, sequence.record.request.max_tokens)
+        self.policy.memory.on_finish(sequence.prompt.size, sequence.outputs.size, sequence.record.request.max_tokens)
         if any(replica.speculation.possible for replica in self.replicas):
             self._history.add(sequence.record.request, sequence.outputs)
 
@@ -509,37 +511,37 @@ class Scheduler:
         out.checkpoint(sequence)
         record = sequence.record
         record.error = record.error or error
-        record.left -= 1
-        if record.left:
+        record.unfinished_sequences -= 1
+        if record.unfinished_sequences:
             return
         finishes = [s.finish for s in record.sequences]
-        self._ended[max(finishes)] += 1
+        self._finish_counts[max(finishes)] += 1
         outputs = [s.outputs for s in record.sequences]
-        out.ended.append(FinishedRequest(record.request, outputs, finishes, record.error))
+        out.ended_requests.append(FinishedRequest(record.request, outputs, finishes, record.error))
         self._forget(record)
 
     def _note_resuming(self, sequence: Sequence) -> None:
         """Note how many tokens of KV a sequence lost with its replica, or has left there: the most that it ever had."""
-        if tokens := sequence.computed or sequence.lost:
-            self._resuming[sequence] = max(tokens, self._resuming.get(sequence, 0))
+        if tokens := sequence.computed_tokens or sequence.lost_tokens:
+            self._resuming_tokens[sequence] = max(tokens, self._resuming_tokens.get(sequence, 0))
 
     def _resumes(self, sequence: Sequence, tokens: int) -> bool:
         """Return whether a sequence has not yet recomputed or loaded the KV that it had on its replica. tokens: as many
         as it had."""
         if sequence.state is State.RUNNING:
-            return bool(self.replicas[sequence.replica].table.planned[sequence.slot] < tokens)
+            return bool(self.replicas[sequence.replica].table.planned_tokens[sequence.slot] < tokens)
         return sequence.state is State.WAITING
 
     def _forget(self, record: Record) -> None:
         del self.records[record.request.id]
-        self._parked.pop(record.request.id, None)
-        for sequence in record.sequences if self._resuming else ():
-            self._resuming.pop(sequence, None)
+        self._parked_records.pop(record.request.id, None)
+        for sequence in record.sequences if self._resuming_tokens else ():
+            self._resuming_tokens.pop(sequence, None)
         record.sequences.clear()  # they refer to the record: the garbage collector alone would free them
         self._names.give(record.gateway)
         self._names.give(record.tenant)
         if len(self._deadlines) > 2 * len(self.records) + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].left]
+            self._deadlines = [entry for entry in self._deadlines if entry[2].unfinished_sequences]
             heapq.heapify(self._deadlines)
 
     def withdraw(self, sequence: Sequence) -> None:
@@ -548,7 +550,7 @@ class Scheduler:
         if before is State.RUNNING:
             replica = self.replicas[sequence.replica]
             if replica.speculation.possible:
-                replica.speculation.ended(sequence.slot)
+                replica.speculation.on_end(sequence.slot)
             replica.release(sequence.slot)
         elif before is State.WAITING:
             self.waiting.drop(sequence)
@@ -556,15 +558,15 @@ class Scheduler:
 
     def _empty(self, dock: Replica, now_ns: int) -> None:
         """Let what runs on the dock wait again, except confined requests and sequences that load their KV."""
-        confined = {id(record) for record in self.router.placement.confined.values()}
+        confined = {id(record) for record in self.router.placement.quarantined_records.values()}
         for slot in np.flatnonzero(dock.table.active).tolist():
             if id(dock.table.sequence[slot].record) not in confined and not dock.transfers.loads(slot):
-                self.waiting.requeue(dock.release(slot), now_ns, self._pending)
+                self.waiting.requeue(dock.release(slot), now_ns, self._pending_outcome)
 
     def _evict(self, sequence: Sequence) -> None:
         """Give up the KV of a sequence in a host tier, if it has any there."""
-        if sequence.saved is not None:
-            self.replicas[sequence.saved.replica].evict(sequence)
+        if sequence.saved_kv is not None:
+            self.replicas[sequence.saved_kv.replica].evict(sequence)
 
     def _drop(self, sequence: Sequence, finish: Finish, error: str, out: OutcomeBuilder) -> None:
         self.withdraw(sequence)
@@ -597,7 +599,7 @@ class Scheduler:
         They would stand at the head of a queue, and hide from a replica what it may run.
         """
         strands = self.router.placement.strands
-        for sequence in [held for held in self.waiting.held.values() if not strands(held)]:
+        for sequence in [held for held in self.waiting.held_sequences.values() if not strands(held)]:
             self.waiting.release(sequence, 0)
         for sequence in [waits for waits in self.waiting if strands(waits)]:
             self.waiting.hold(sequence)
@@ -605,7 +607,7 @@ class Scheduler:
     def _take_in(self, sequence: Sequence, now_ns: int, out: OutcomeBuilder) -> None:
         """Let a new sequence wait, unless it has ended before (restart), is complete, or can never run."""
         request = sequence.record.request
-        before = request.finished[sequence.choice] if request.finished else Finish.RUNNING
+        before = request.finishes[sequence.choice] if request.finishes else Finish.RUNNING
         if before is not Finish.RUNNING:
             self.end(sequence, before, "", out)
             return

@@ -34,8 +34,8 @@ class Record:
     tenant: int  # interned
     arrived_ns: int
     sequences: list[Sequence] = field(default_factory=list)
-    left: int = 0
-    started: bool = False
+    unfinished_sequences: int = 0
+    has_started: bool = False
     error: str = ""
 
     @property
@@ -51,7 +51,7 @@ class SavedKV:
     replica: int
     blocks: Int32  # of that tier, in the order of the block table
     tokens: int  # tokens with KV there
-    copied: int  # blocks that the replica has copied out in all when all of it is there (Transfers.copied_out)
+    copied_blocks: int  # blocks that the replica has copied out in all when all of it is there (Transfers.copied_out)
     is_all: bool  # of the tokens known when it left its row, at most the last one lacks KV
 
 
@@ -70,7 +70,7 @@ class RouteState:
 
     offers: dict[int, int] = field(default_factory=dict)  # replica -> from when (ns) it may take the sequence
     generation: int = -1  # for which `offers` holds
-    passed: int = 0  # later ones that another replica took before it, while it might have been taken there
+    passes: int = 0  # later ones that another replica took before it, while it might have been taken there
     stays: int = -1  # generation in which no other replica can go on with it
 
 
@@ -87,15 +87,15 @@ class Sequence:
     finish: Finish = Finish.RUNNING
     replica: int = -1  # where it runs, or ran last
     slot: int = -1
-    unanswered: int = 0  # steps sent before it left its slot and not answered yet
+    unanswered_steps: int = 0  # steps sent before it left its slot and not answered yet
     preemptions: int = 0
-    checkpointed: int = 0  # outputs that a checkpoint has carried
+    checkpointed_tokens: int = 0  # outputs that a checkpoint has carried
     checkpoint_ns: int = 0
     last_token_ns: int = 0  # when it got its last token; 0: none yet
-    scored: int = 0  # first prompt tokens with log-probabilities that were published; 0: none are wanted
-    cached: int = -1  # prompt tokens with KV when a worker first heard of it; -1: none has yet
-    lost: int = 0  # tokens with KV that it gave up when it left its slot
-    saved: SavedKV | None = None  # its KV, while it is swapped out
+    scored_tokens: int = 0  # first prompt tokens with log-probabilities that were published; 0: none are wanted
+    cached_tokens: int = -1  # prompt tokens with KV when a worker first heard of it; -1: none has yet
+    lost_tokens: int = 0  # tokens with KV that it gave up when it left its slot
+    saved_kv: SavedKV | None = None  # its KV, while it is swapped out
     prefix: PrefixState = field(default_factory=PrefixState)  # of the prefix cache
     route: RouteState = field(default_factory=RouteState)  # of the router
 
@@ -106,33 +106,33 @@ class Sequence:
     @property
     def is_scored(self) -> bool:
         """Whether all log-probabilities of its prompt are published that are wanted."""
-        return not 0 < self.scored < self.prompt.size
+        return not 0 < self.scored_tokens < self.prompt.size
 
     @property
-    def swapped(self) -> bool:
-        return self.saved is not None
+    def is_swapped(self) -> bool:
+        return self.saved_kv is not None
 
     @property
-    def computed(self) -> int:
+    def computed_tokens(self) -> int:
         """Tokens with KV in a host tier."""
-        return self.saved.tokens if self.saved is not None else 0
+        return self.saved_kv.tokens if self.saved_kv is not None else 0
 
     def saved_at(self, replica: int) -> bool:
         """Return whether its KV lies in the host tier of that replica."""
-        return self.saved is not None and self.saved.replica == replica
+        return self.saved_kv is not None and self.saved_kv.replica == replica
 
     @property
-    def known(self) -> int:
+    def known_tokens(self) -> int:
         """Tokens known while it waits: prompt and outputs."""
         return self.prompt.size + self.outputs.size
 
     @property
-    def wanted(self) -> int:
+    def max_total_tokens(self) -> int:
         """Tokens of prompt and output at most, by the request."""
         return int(self.prompt.size + self.record.request.max_tokens)
 
     @property
-    def pinned(self) -> bool:
+    def is_pinned(self) -> bool:
         """Whether it is past its last preemption: it enters with its whole remainder reserved and is never a victim."""
         return self.preemptions >= PINNED_AFTER
 
@@ -142,7 +142,7 @@ class Sequence:
 
     def longest(self, limits: Limits) -> int:
         """Return the tokens of prompt and output at most on a replica of this size."""
-        return min(self.wanted, limits.max_model_len)
+        return min(self.max_total_tokens, limits.max_model_len)
 
     def misfit(self, limits: Limits) -> str:
         """Return why this sequence can never run on a replica of this size; empty if it can.

@@ -71,10 +71,10 @@ class Drafts:
 class Pauses:
     """The looks for drafts of one microbatch that are left out."""
 
-    left: int = 0
+    looks_left: int = 0
     looks: int = 0  # of late that led to no draft
     waits: int = 0  # for an answer behind which no draft was left, one after another
-    waited: Rows = field(default_factory=lambda: NO_ROWS)  # that a step is put off for
+    delayed_rows: Rows = field(default_factory=lambda: NO_ROWS)  # that a step is put off for
 
     def after_look(self, rows: int, is_found: bool) -> None:
         """Leave out the more looks, the more before this one, at `rows` rows, led to nothing.
@@ -84,12 +84,12 @@ class Pauses:
         """
         looks = self.looks // PATIENCE if is_found else self.looks + 1
         self.looks = min(looks, PATIENCE * min(rows // ROWS_A_PAUSE, MAX_PAUSE))
-        self.left = 0 if is_found else self.looks // PATIENCE
+        self.looks_left = 0 if is_found else self.looks // PATIENCE
 
     def after_wait(self, is_found: bool) -> None:
         """Leave out 1, 3, 7, ... looks after waits in vain, as the device stood still."""
         self.waits = 0 if is_found else min(self.waits + 1, 6)
-        self.left = (1 << self.waits) - 1
+        self.looks_left = (1 << self.waits) - 1
         if is_found:
             self.looks //= PATIENCE
 
@@ -102,10 +102,12 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.drafted = self.accepted = 0
+        self.drafted_tokens = self.accepted_tokens = 0
         self._tokens = room_for_texts(MAX_TENANTS, TENANT_TOKENS)
         self._sizes: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)
-        self._indexed: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)  # of these tokens, those in the index
+        self._indexed_tokens: npt.NDArray[np.int64] = np.zeros(
+            MAX_TENANTS, np.int64
+        )  # of these tokens, those in the index
         self._shares: OrderedDict[str, float] = OrderedDict()  # tenant -> of drafts that were right
         self._index = NgramIndex(self._tokens, MAX_TENANTS, TENANT_TOKENS)
         self._texts: OrderedDict[str, int] = OrderedDict()  # tenant -> number of its text
@@ -165,9 +167,9 @@ class History:
     def find(self, texts: Rows, tails: Int32) -> Places:
         """Return where tails[i] stand in texts[i]; see NgramIndex.find."""
         for text in set(texts.tolist()):
-            if self._indexed[text] < self._sizes[text]:
+            if self._indexed_tokens[text] < self._sizes[text]:
                 self._index.extend(np.array([text]), self._sizes[text : text + 1] - 1)
-                self._indexed[text] = self._sizes[text]
+                self._indexed_tokens[text] = self._sizes[text]
         return self._index.find(texts, tails)
 
     def follow(self, found: Places) -> tuple[Int32, Float32, Rows]:
@@ -176,7 +178,7 @@ class History:
 
     def _forget(self, text: int) -> None:
         self._index.clear(np.array([text]))
-        self._sizes[text] = self._indexed[text] = 0
+        self._sizes[text] = self._indexed_tokens[text] = 0
 
 
 class Predictions:
@@ -219,17 +221,17 @@ class Speculation:
         self._share: npt.NDArray[np.float64] = np.full(slots, INITIAL_SHARE)  # of a row's drafts that were right
         self._forced_share: npt.NDArray[np.float64] = np.full(slots, FORCED_SHARE)  # the same of forced ones
         self._misses: Int32 = np.zeros(slots, np.int32)  # searches without a match, one after another
-        self._next: Int32 = np.zeros(slots, np.int32)  # applied tokens from which on a row is searched for again
-        self._seen: npt.NDArray[np.int64] = np.full(slots, NEVER)  # generation that these are of
-        self._willing: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)  # the request may have drafts
-        self._predicted: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self._next_search: Int32 = np.zeros(slots, np.int32)  # applied tokens from which on a row is searched for again
+        self._generations: npt.NDArray[np.int64] = np.full(slots, NEVER)  # generation that these are of
+        self._may_draft: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)  # the request may have drafts
+        self._has_prediction: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self._index = NgramIndex(table.tokens_flat, slots, table.width)
         self._predictions: Predictions | None = None
         # What probably comes behind the first _upto tokens; the row's last columns are never set.
         self._follows: Int32 = np.zeros((slots, FOLLOWS + MAX_ROW_DRAFTS + 1), np.int32)
         self._at: Int32 = np.zeros(slots, np.int32)  # of these, the first behind the _upto tokens
         self._size: Int32 = np.zeros(slots, np.int32)  # of these
-        self._forced: Int32 = np.zeros(slots, np.int32)  # of these, the first ones that a grammar forces
+        self._forced_counts: Int32 = np.zeros(slots, np.int32)  # of these, the first ones that a grammar forces
         self._has_forced = False  # a row had some
         # As NgramIndex.follow has them, behind the 0.0 of no token.
         self._shares: Float32 = np.zeros((slots, 1 + FOLLOWS + MAX_ROW_DRAFTS), np.float32)
@@ -238,7 +240,9 @@ class Speculation:
         self._follows_from: Int32 = sliding_window_view(self._follows, MAX_ROW_DRAFTS + 1, axis=1)
         self._shares_from: Float32 = sliding_window_view(self._shares, 1 + MAX_ROW_DRAFTS, axis=1)
         self._upto: Int32 = np.zeros(slots, np.int32)  # applied tokens
-        self._checked: Int32 = np.zeros(slots, np.int32)  # applied tokens up to the last ones that a step had as drafts
+        self._checked_tokens: Int32 = np.zeros(
+            slots, np.int32
+        )  # applied tokens up to the last ones that a step had as drafts
         self._alone_ns = ALONE_NS
         self._ahead_ns = AHEAD_NS
         self._answered_ns = 0  # when the last step was answered
@@ -259,7 +263,7 @@ class Speculation:
     ) -> Drafts | None:
         """Return drafts for a step of `rows`, their own tokens planned, unless looks pause; see propose()."""
         pauses = self._pauses_of.setdefault(microbatch, Pauses())
-        waited = pauses.waited
+        waited = pauses.delayed_rows
         if not waited.size and self._is_left_out(rows, pauses):
             return None
         found = self.propose(rows, tokens_left, blocks_left, context, prompts=prompts)
@@ -271,7 +275,7 @@ class Speculation:
             pauses.after_wait(found is not None)
         elif found is not None or not prompts:
             pauses.after_look(rows.size, found is not None)
-        pauses.waited = NO_ROWS
+        pauses.delayed_rows = NO_ROWS
         return found
 
     def propose(
@@ -287,24 +291,24 @@ class Speculation:
         first drafts guess, so these bring nothing; and the device stands still both before the step and behind it.
         """
         table, model = self._table, self._model
-        if not model.observed or not rows.size:
+        if not model.observations or not rows.size:
             return None
         total, every = rows.size, table.rows(rows)
-        if np.count_nonzero(new := self._seen[every] != table.generation[every]):
+        if np.count_nonzero(new := self._generations[every] != table.generation[every]):
             self._begin(rows[new])
         self._looks += 1
-        due = self._next[every] <= table.applied[every]
+        due = self._next_search[every] <= table.applied_tokens[every]
         may = (self._size[every] > self._at[every]) | due
-        may &= self._willing[every]
+        may &= self._may_draft[every]
         if not np.count_nonzero(may):  # as in most steps of texts that do not repeat themselves
             return None
         step_ns = model.predict(rows.size, context)
         draft_ns = (model.predict(rows.size + 8, context) - step_ns) / 8 + model.c3 * context / rows.size
-        least = self._least(rows.size, step_ns, draft_ns)
+        least = self._min_chance(rows.size, step_ns, draft_ns)
         room = min(tokens_left, self._limits.max_drafts, self._affordable(rows, context) - prompts)
         if least >= 1.0 or room < 1:
             return None
-        left = table.limit[every] - table.known[every]
+        left = table.limit[every] - table.known_tokens[every]
         may &= left > 0
         share = self._first_share(rows)
         timid = may & (share < least)
@@ -323,7 +327,7 @@ class Speculation:
             rows, left = rows[which], left[which]
         chances = self._chances(rows)
         counts = np.minimum((chances >= np.log(least)).sum(axis=1, dtype=np.int32), left)
-        unanswered = table.unanswered[rows] if waiting else np.zeros(rows.size, np.int32)
+        unanswered = table.unanswered_steps[rows] if waiting else np.zeros(rows.size, np.int32)
         if waiting:
             counts[counts <= unanswered] = 0
         plain_ns = step_ns + min(self._ahead_ns, self._alone_ns)
@@ -379,17 +383,17 @@ class Speculation:
         If the answer is another than the drafts say, the device has waited for nothing; then looks pause.
         """
         pauses = self._pauses_of.setdefault(microbatch, Pauses())
-        pauses.waited = NO_ROWS
+        pauses.delayed_rows = NO_ROWS
         if self._is_left_out(rows, pauses):
             return False
         drafts = self.propose(rows, tokens_left, self._limits.blocks, context, waiting=True)
         if drafts is None:
             pauses.after_look(rows.size, False)
             return False
-        pauses.waited = drafts.rows
+        pauses.delayed_rows = drafts.rows
         return True
 
-    def answered(self, planned_ns: int, step_ns: int, now_ns: int, alone: bool) -> None:
+    def on_answer(self, planned_ns: int, step_ns: int, now_ns: int, alone: bool) -> None:
         """Learn what passes beside the steps, from a step that took `step_ns` at the worker and is answered now.
 
         alone: it was planned when no other was unanswered.
@@ -409,21 +413,21 @@ class Speculation:
         The guess behind these was wrong, or it was right and its row had no mask.
         """
         table, at = self._table, self._at[rows]
-        last = table.tokens_flat[table.base[rows] + table.applied[rows] - 1]
+        last = table.tokens_flat[table.base[rows] + table.applied_tokens[rows] - 1]
         unmasked = (right < drafts) & (last == self._follows_from[rows, at, right])
         self._judge_both(rows, right + unmasked, np.minimum(right + 1, drafts), at)
-        self._checked[rows] = table.applied[rows]
+        self._checked_tokens[rows] = table.applied_tokens[rows]
         self._pace[rows] += PACE_RATE * right
-        self._history.drafted += int(drafts.sum())
-        self._history.accepted += int(right.sum())
+        self._history.drafted_tokens += int(drafts.sum())
+        self._history.accepted_tokens += int(right.sum())
 
-    def ended(self, row: int) -> None:
+    def on_end(self, row: int) -> None:
         """Let the next requests of its tenant begin with what a row has learned that is released now.
 
         Those with a prediction by the client are no measure of the others.
         """
         table = self._table
-        if not self._willing[row] or self._predicted[row] or self._seen[row] != table.generation[row]:
+        if not self._may_draft[row] or self._has_prediction[row] or self._generations[row] != table.generation[row]:
             return
         self._advance(np.array([row]))
         request: NewRequest = table.request[row]
@@ -435,57 +439,57 @@ class Speculation:
         What was found for a row goes on behind them where it says the same. It is kept where forced tokens of the row
         were less often right.
         """
-        if (new := self._seen[rows] != self._table.generation[rows]).any():
+        if (new := self._generations[rows] != self._table.generation[rows]).any():
             self._begin(rows[new])
         self._advance(rows)
         self._has_forced = True
         for pauses in self._pauses_of.values():
-            pauses.left = 0
+            pauses.looks_left = 0
         starts, right = np.cumsum(counts) - counts, self._forced_share[rows]
         if (worse := right < np.minimum(self._share[rows], INITIAL_SHARE)).any():
             self._trust_forced(rows[worse])
             rows, starts, counts = rows[~worse], starts[~worse], counts[~worse]
         counts = np.minimum(counts, MAX_ROW_DRAFTS)
-        due = (self._size[rows] <= self._at[rows]) & (self._next[rows] <= self._table.applied[rows])
-        if (due := due & self._willing[rows]).any():
+        due = (self._size[rows] <= self._at[rows]) & (self._next_search[rows] <= self._table.applied_tokens[rows])
+        if (due := due & self._may_draft[rows]).any():
             self._search(rows[due])
         given, which = np.zeros((rows.size, MAX_ROW_DRAFTS), np.int32), _AHEAD[:-1] < counts[:, None]
         given[which] = tokens[ramp(starts, counts)]
         at = self._at[rows]
         found = self._follows_from[rows, at, :-1]
         known = (self._size[rows] - at >= counts) & ((found == given) | ~which).all(axis=1)
-        self._forced[rows] = np.where(known, at, 0) + counts
+        self._forced_counts[rows] = np.where(known, at, 0) + counts
         if not known.all():
             rows, given, which = rows[~known], given[~known], which[~known]
             self._follows[rows, :MAX_ROW_DRAFTS] = given
             self._shares[rows, 1 : 1 + FOLLOWS] = -np.inf
             self._shares[rows, 1 : 1 + MAX_ROW_DRAFTS] = np.where(which, 0.0, -np.inf)
-            self._size[rows], self._at[rows], self._upto[rows] = counts[~known], 0, self._table.applied[rows]
+            self._size[rows], self._at[rows], self._upto[rows] = counts[~known], 0, self._table.applied_tokens[rows]
 
     def sat_out(self, rows: Rows) -> None:
         """Draft nothing for rows that were late until a token of theirs has come, and fewer then."""
-        if (new := self._seen[rows] != self._table.generation[rows]).any():
+        if (new := self._generations[rows] != self._table.generation[rows]).any():
             self._begin(rows[new])
         self._judge(rows, np.zeros(rows.size, np.int32), np.ones(rows.size, np.int32))
-        self._size[rows] = self._at[rows] = self._forced[rows] = 0
-        self._next[rows] = self._table.applied[rows] + 1
+        self._size[rows] = self._at[rows] = self._forced_counts[rows] = 0
+        self._next_search[rows] = self._table.applied_tokens[rows] + 1
 
     def _is_left_out(self, rows: Rows, pauses: Pauses) -> bool:
         """Return whether this look for drafts of `rows` is left out.
 
         Rows that begin end the pause, unless drafts of their tenants were mostly wrong.
         """
-        if not rows.size or not self._model.observed:
+        if not rows.size or not self._model.observations:
             return True
-        if not pauses.left:
+        if not pauses.looks_left:
             return False
         self._looks += 1
-        pauses.left -= 1
+        pauses.looks_left -= 1
         every = self._table.rows(rows)
-        if np.count_nonzero(new := self._seen[every] != self._table.generation[every]):
+        if np.count_nonzero(new := self._generations[every] != self._table.generation[every]):
             self._begin(rows[new])
-            if (self._willing[rows[new]] & (self._share[rows[new]] >= TRUSTED_SHARE)).any():
-                pauses.left = 0
+            if (self._may_draft[rows[new]] & (self._share[rows[new]] >= TRUSTED_SHARE)).any():
+                pauses.looks_left = 0
                 return False
         return True
 
@@ -499,8 +503,8 @@ class Speculation:
         A row is due at once, soon again for short outputs, and then at looks that many rows share.
         """
         if self._has_forced:
-            forced = rows[timid & (self._forced[every] > self._at[every])]
-            self._size[forced] = self._at[forced] = self._forced[forced] = 0
+            forced = rows[timid & (self._forced_counts[every] > self._at[every])]
+            self._size[forced] = self._at[forced] = self._forced_counts[forced] = 0
             self._trust_forced(forced)
         rows = rows[timid & (self._watch_at[every] <= self._looks)]
         if not rows.size:
@@ -509,16 +513,18 @@ class Speculation:
         self._watch_at[rows] = (self._looks // pause + 1) * pause
         self._watches[rows] += 1
         self._advance(rows)
-        rows = rows[(self._size[rows] <= self._at[rows]) & (self._next[rows] <= self._table.applied[rows])]
+        rows = rows[
+            (self._size[rows] <= self._at[rows]) & (self._next_search[rows] <= self._table.applied_tokens[rows])
+        ]
         if rows.size:
             self._search(rows)
 
     def _judge_both(self, rows: Rows, right: Int32 | Rows, tried: Int32 | Rows, at: Int32) -> None:
         """Learn as _judge, for forced guesses apart. at: of what was to follow, the first guess."""
-        if not self._has_forced or not (some := self._forced[rows] > at).any():
+        if not self._has_forced or not (some := self._forced_counts[rows] > at).any():
             self._judge(rows, right, tried)
             return
-        forced = np.maximum(self._forced[rows] - at, 0)
+        forced = np.maximum(self._forced_counts[rows] - at, 0)
         share, first = self._forced_share[rows], np.minimum(tried, forced)
         share += SHARE_RATE * (np.minimum(right, forced) / np.maximum(first, 1) - share)
         self._forced_share[rows[some]] = np.minimum(np.maximum(share[some], MIN_SHARE), MAX_SHARE)
@@ -532,7 +538,7 @@ class Speculation:
         self._share[rows] = np.minimum(np.maximum(share, MIN_SHARE), MAX_SHARE)
 
     @staticmethod
-    def _least(rows: int, step_ns: float, draft_ns: float) -> float:
+    def _min_chance(rows: int, step_ns: float, draft_ns: float) -> float:
         """Return the chance of being right from which a draft brings more tokens a second than it costs."""
         return max(draft_ns * rows / max(step_ns, 1.0), 0.02)
 
@@ -541,28 +547,28 @@ class Speculation:
         is passed; UNBOUNDED without one.
         """
         table = self._table
-        if not table.limited:
+        if not table.tbt_rows:
             return UNBOUNDED
         limits = table.tbt_slo_ns[rows]
         limits = limits[limits > 0]
         if not limits.size:
             return UNBOUNDED
-        limit = self._model.kept(max(float(limits.min()) - self._alone_ns, 0.0))
+        limit = self._model.target_ns(max(float(limits.min()) - self._alone_ns, 0.0))
         return self._model.largest(limit, rows.size, context, context // rows.size)
 
     def _begin(self, rows: Rows) -> None:
         """Take other sequences as those of these rows."""
         table = self._table
-        self._misses[rows] = self._next[rows] = self._watches[rows] = self._watch_at[rows] = 0
-        self._at[rows] = self._size[rows] = self._forced[rows] = self._checked[rows] = 0
+        self._misses[rows] = self._next_search[rows] = self._watches[rows] = self._watch_at[rows] = 0
+        self._at[rows] = self._size[rows] = self._forced_counts[rows] = self._checked_tokens[rows] = 0
         self._forced_share[rows], self._pace[rows] = FORCED_SHARE, 1.0
-        self._seen[rows] = table.generation[rows]
+        self._generations[rows] = table.generation[rows]
         self._index.clear(rows)
         for row in rows.tolist():
             request: NewRequest = table.request[row]
             willing = request.speculate and (not request.grammar or self._limits.masks_behind_drafts)
-            self._willing[row], self._predicted[row] = willing, request.prediction.size > 0
-            self._share[row] = INITIAL_SHARE if self._predicted[row] else self._history.share(request.tenant)
+            self._may_draft[row], self._has_prediction[row] = willing, request.prediction.size > 0
+            self._share[row] = INITIAL_SHARE if self._has_prediction[row] else self._history.share(request.tenant)
             if willing and request.prediction.size:
                 if self._predictions is None:
                     self._predictions = Predictions(table)
@@ -580,7 +586,7 @@ class Speculation:
         # Where what was kept of a text ends, there may be more of it.
         ending = ((size == FOLLOWS) & (ready < MAX_ROW_DRAFTS)).nonzero()[0]
         short[ending] |= share[ending] ** ready[ending] > least
-        short &= self._next[rows] <= self._table.applied[rows]
+        short &= self._next_search[rows] <= self._table.applied_tokens[rows]
         if np.count_nonzero(short):
             self._search(rows[short])
             return self._size[rows] > self._at[rows]
@@ -591,7 +597,7 @@ class Speculation:
         """Return [k] the share that was right of drafts like the next one of each row."""
         if not self._has_forced:
             return self._share[rows]
-        return np.where(self._forced[rows] > self._at[rows], self._forced_share[rows], self._share[rows])
+        return np.where(self._forced_counts[rows] > self._at[rows], self._forced_share[rows], self._share[rows])
 
     def _chances(self, rows: Rows) -> Float32:
         """Return [k, MAX_ROW_DRAFTS] logarithms of the chance that the first 1, 2, ... tokens found are right."""
@@ -601,14 +607,14 @@ class Speculation:
         share = np.log(self._share[rows])[:, None]
         chances += share * _DRAFTS
         if self._has_forced:
-            forced = np.maximum(self._forced[rows] - at, 0)[:, None]
+            forced = np.maximum(self._forced_counts[rows] - at, 0)[:, None]
             chances += (np.log(self._forced_share[rows])[:, None] - share) * np.minimum(_AHEAD[1:], forced)
         return chances
 
     def _advance(self, rows: Rows) -> None:
         """Compare the tokens that came since with what was to follow: it goes on behind them, or it was wrong."""
         table = self._table
-        since = table.applied[rows] - self._upto[rows]
+        since = table.applied_tokens[rows] - self._upto[rows]
         moved = ((since > 0) & (self._size[rows] > 0)).nonzero()[0]
         if not moved.size:
             return
@@ -616,7 +622,7 @@ class Speculation:
             rows, since = rows[moved], since[moved]
         upto, at = self._upto[rows], self._at[rows]
         wrong = since > np.minimum(self._size[rows] - at, MAX_ROW_DRAFTS + 1)
-        checked = self._checked[rows]
+        checked = self._checked_tokens[rows]
         right = np.maximum(checked - 1 - upto, 0)  # drafts of the last step: they need no look
         rest = since - right
         span = _AHEAD[: min(int(rest.max()), MAX_ROW_DRAFTS + 1)]
@@ -630,41 +636,41 @@ class Speculation:
             self._judge_both(rows[unchecked], right, right + (right < since[unchecked]), at[unchecked])
         self._at[rows] = at + since
         self._upto[rows] = upto + since
-        self._size[rows[wrong]] = self._at[rows[wrong]] = self._forced[rows[wrong]] = 0
+        self._size[rows[wrong]] = self._at[rows[wrong]] = self._forced_counts[rows[wrong]] = 0
 
     def _search(self, rows: Rows) -> None:
         """Look for what followed the last applied tokens of rows where they stood before."""
         table = self._table
-        applied = table.applied[rows].astype(np.int64)
+        applied = table.applied_tokens[rows].astype(np.int64)
         self._index.extend(rows, applied - 1)
         tails = self._index.tails(rows, applied)
         own = self._index.find(rows, tails)
         lengths = np.zeros(rows.size, np.intp)
         lengths[own.rows] = own.longest
         others: list[tuple[Predictions | History, Places]] = []
-        if self._predictions is not None and (which := self._predicted[rows].nonzero()[0]).size:
+        if self._predictions is not None and (which := self._has_prediction[rows].nonzero()[0]).size:
             found = self._predictions.find(rows[which], tails[which])
             found.rows = which[found.rows]
             # What the client says goes before what the sequence says.
-            others.append((self._predictions, found.where(found.longest >= lengths[found.rows])))
+            others.append((self._predictions, found.select(found.longest >= lengths[found.rows])))
             lengths[found.rows] = np.maximum(lengths[found.rows], found.longest)
         if self._history.texts:
             which, texts = self._of_tenants(rows, (lengths < MAX_MATCH).nonzero()[0])
             found = self._history.find(texts, tails[which])
             found.rows = which[found.rows]
-            others.append((self._history, found.where(found.longest > lengths[found.rows])))
+            others.append((self._history, found.select(found.longest > lengths[found.rows])))
         if others:
-            own = own.where(~np.isin(own.rows, np.concatenate([found.rows for _, found in others])))
+            own = own.select(~np.isin(own.rows, np.concatenate([found.rows for _, found in others])))
         sizes = np.zeros(rows.size, np.int32)
         if own.rows.size:
             self._take(rows, own, sizes, *self._index.follow(own, applied[own.rows], repeats=True))
         for source, found in others:  # the history last, as its matches are the longest
             if found.rows.size:
                 self._take(rows, found, sizes, *source.follow(found))
-        self._size[rows], self._at[rows], self._upto[rows], self._forced[rows] = sizes, 0, applied, 0
+        self._size[rows], self._at[rows], self._upto[rows], self._forced_counts[rows] = sizes, 0, applied, 0
         self._misses[rows] = misses = (np.minimum(self._misses[rows], 7) + 1) * (sizes == 0)
         missed = misses.nonzero()[0]
-        self._next[rows[missed]] = applied[missed] + np.minimum(1 << (misses[missed] - 1), MAX_PAUSE)
+        self._next_search[rows[missed]] = applied[missed] + np.minimum(1 << (misses[missed] - 1), MAX_PAUSE)
 
     def _take(self, rows: Rows, found: Places, size: Int32, follows: Int32, shares: Float32, count: Rows) -> None:
         """Note what was found for some of `rows`, and how much in `size`."""
@@ -687,7 +693,7 @@ class Speculation:
     def _within(self, rows: Rows, counts: Int32, blocks_left: int) -> Int32:
         """Return as many of the drafts of each row as its blocks and `blocks_left` more allow."""
         table, size = self._table, self._limits.block_size
-        room = table.capacity[rows] - table.planned[rows]
+        room = table.capacity[rows] - table.planned_tokens[rows]
         beyond = (counts > room).nonzero()[0]
         more = -(-(counts[beyond] - room[beyond]) // size)
         if int(more.sum()) > blocks_left:

@@ -19,7 +19,7 @@ class Counters:
     iteration: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
-    handed: int = 0  # sequences that a prefill replica has swapped out for another replica to decode
+    handovers: int = 0  # sequences that a prefill replica has swapped out for another replica to decode
     handed_blocks: int = 0  # blocks of these sequences
     not_handed: int = 0  # sequences that stayed on a prefill replica because its host tier had no room
 
@@ -35,7 +35,7 @@ class SchedulerState:
     ahead_ns: int
     step_tokens: int
     counters: Counters = field(default_factory=Counters)
-    closed: bool = False  # the policy is about to change: only handed-over sequences enter (Router.close)
+    is_closed: bool = False  # the policy is about to change: only handed-over sequences enter (Router.close)
 
     def max_running(self, replica: Replica) -> int:
         """Return how many sequences may run at once on a replica."""

@@ -25,19 +25,19 @@ def figures(
     records: all there are, as they came; parked: those of them that are parked.
     """
     oldest = first_arrivals(state, records)
-    first_tokens = FirstTokens(state, router.for_prompts, bool(router.placement.feeding))
+    first_tokens = FirstTokens(state, router.for_prompts, bool(router.placement.prefill_sources))
     counters, waiting = state.counters, state.waiting
     return {
         "iteration": counters.iteration,
         "running": sum(r.table.count for r in alive),
         "waiting": len(waiting),
-        "swapped": waiting.swapped,
+        "swapped": waiting.swapped_count,
         "parked": sum(s.state is State.PARKED for record in parked for s in record.sequences),
         **{f"waiting_{name}": waiting.counts[i] for i, name in enumerate(CLASS_NAMES)},
         **{f"oldest_ns_{name}": oldest[i] for i, name in enumerate(CLASS_NAMES)},
-        "step_tokens": sum(r.last.tokens for r in alive),
-        "step_decode": sum(r.last.decode for r in alive),
-        "step_prefill": sum(r.last.prefill for r in alive),
+        "step_tokens": sum(r.last_step.tokens for r in alive),
+        "step_decode": sum(r.last_step.decode for r in alive),
+        "step_prefill": sum(r.last_step.prefill for r in alive),
         "blocks_total": sum(r.pool.total for r in alive),
         "blocks_free": sum(r.pool.free for r in alive),
         "blocks_cached": sum(r.pool.cached for r in alive),
@@ -48,12 +48,13 @@ def figures(
         "preemptions": counters.preemptions,
         "recomputed_tokens": counters.recomputed_tokens,
         "swapped_blocks": sum(r.transfers.swapped_blocks for r in alive),
-        "handed_over": counters.handed,
+        "handed_over": counters.handovers,
         "handed_over_blocks": counters.handed_blocks,
         "not_handed_over": counters.not_handed,
         "queued_tokens": waiting.tokens + sum(under_way(state, r, Priority.LOW) for r in alive),
         **{
-            f"queued_tokens_{name}": before(state, waiting.class_tokens, i) + sum(under_way(state, r, i) for r in alive)
+            f"queued_tokens_{name}": sum_before(state, waiting.class_tokens, i)
+            + sum(under_way(state, r, i) for r in alive)
             for i, name in enumerate(CLASS_NAMES)
         },
         **{f"behind_{name}": first_tokens.behind(i) for i, name in enumerate(CLASS_NAMES)},
@@ -70,7 +71,7 @@ def of_replica(state: SchedulerState, router: Router, replica: Replica) -> dict[
         "running": replica.table.count,
         "loading": len(replica.transfers.slots()),
         "in_flight": len(replica.inflight),
-        "step_tokens": replica.last.tokens,
+        "step_tokens": replica.last_step.tokens,
         "blocks_total": replica.pool.total,
         "blocks_free": replica.pool.free,
         "blocks_cached": replica.pool.cached,
@@ -93,7 +94,7 @@ def first_arrivals(state: SchedulerState, records: Iterable[Record]) -> list[int
     for record in records:
         if not missing:
             break
-        if not record.started and record.request.priority in missing:
+        if not record.has_started and record.request.priority in missing:
             if not any(sequence.state is State.WAITING for sequence in record.sequences):
                 continue
             missing.remove(record.request.priority)
@@ -101,7 +102,7 @@ def first_arrivals(state: SchedulerState, records: Iterable[Record]) -> list[int
     return oldest
 
 
-def before(state: SchedulerState, by_class: list[int], priority: int) -> int:
+def sum_before(state: SchedulerState, by_class: list[int], priority: int) -> int:
     """Return the sum of figures of the waiting [4] over the classes before a request of that class that comes now.
 
     Classes that waiting has lifted are not looked at.
@@ -116,7 +117,7 @@ def under_way(state: SchedulerState, replica: Replica, priority: int) -> int:
     """
     table = replica.table
     first = priority if urgent(state, priority) else Priority.LOW
-    owed = (table.known - table.planned - 1).clip(min=0)
+    owed = (table.known_tokens - table.planned_tokens - 1).clip(min=0)
     return int(owed[table.priority <= first].sum())
 
 
@@ -150,7 +151,7 @@ class FirstTokens:
         """replicas: those that compute prompts. feeding: whether other replicas load what these have computed."""
         self._state = state
         self._replicas = replicas
-        self._feeding = feeding
+        self._prefill_sources = feeding
         self._looks: dict[int, tuple[float, list[FullStep]]] = {}  # by the last class that goes before
         self._lower_slots = -1  # of running sequences that an urgent request may take; -1: not counted yet
 
@@ -190,13 +191,13 @@ class FirstTokens:
         these have computed, a sequence that waits for that takes no slot of theirs.
         """
         state, queue = self._state, self._state.waiting
-        ahead = before(state, queue.counts, priority)
-        if self._feeding:
-            ahead -= before(state, queue.swapped_counts, priority)
+        ahead = sum_before(state, queue.counts, priority)
+        if self._prefill_sources:
+            ahead -= sum_before(state, queue.swapped_counts, priority)
         if urgent(state, priority):
             if self._lower_slots < 0:
                 tables = [replica.table for replica in self._replicas]
-                lower = [table.active & ~table.pinned & (table.priority >= Priority.NORMAL) for table in tables]
+                lower = [table.active & ~table.is_pinned & (table.priority >= Priority.NORMAL) for table in tables]
                 self._lower_slots = sum(int(slots.sum()) for slots in lower)
             ahead -= self._lower_slots
         return max(ahead, 0)
@@ -206,17 +207,17 @@ class FirstTokens:
         state = self._state
         first = priority if urgent(state, priority) else Priority.LOW
         if first not in self._looks:
-            timed = [replica for replica in self._replicas if replica.model.observed]
+            timed = [replica for replica in self._replicas if replica.model.observations]
             owed = sum(prompt_tokens_left(replica, first) for replica in timed)
             self._looks[first] = float(owed), [full_step(replica, state.step_tokens) for replica in timed]
         owed_tokens, steps = self._looks[first]
-        return before(state, state.waiting.class_tokens, priority) + owed_tokens, steps
+        return sum_before(state, state.waiting.class_tokens, priority) + owed_tokens, steps
 
 
 def prompt_tokens_left(replica: Replica, first: int) -> int:
     """Return the tokens left of the running prompts of class `first` and better ones."""
     table, high = replica.table, replica.table.high
-    owed = table.known[:high] - table.planned[:high]
+    owed = table.known_tokens[:high] - table.planned_tokens[:high]
     prompts = (table.phase[:high] != DECODING) & (table.priority[:high] <= first)
     return int(owed[prompts].clip(min=0).sum())
 
@@ -230,7 +231,7 @@ def full_step(replica: Replica, step_tokens: int) -> FullStep:
     sent = replica.inflight.values()
     sent_ns = [model.predict(step.tokens, step.decode_context, step.prefill_context) for step in sent]
     in_flight_ns = sum(sent_ns) - sent_ns[0] / 2 if sent_ns else 0.0  # the first has run for half its time, on average
-    return FullStep(model, max_tokens - running, running, int(table.planned[:high][decodes].sum()), in_flight_ns)
+    return FullStep(model, max_tokens - running, running, int(table.planned_tokens[:high][decodes].sum()), in_flight_ns)
 
 
 def computing_ns(rest: float, steps: list[FullStep], prompt_tokens: int) -> int:

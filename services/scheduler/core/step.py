@@ -15,7 +15,7 @@ from services.scheduler.core.kv.transfers import NO_COPIES
 from services.scheduler.core.placement.adapters import NO_NEWS as NO_ADAPTERS
 from services.scheduler.core.placement.peers import NO_NEWS, to_wire
 from services.scheduler.core.policy.base import Batching
-from services.scheduler.core.policy.batching import whole
+from services.scheduler.core.policy.batching import whole_lengths
 from services.scheduler.core.replica import LastStep, Replica, SentStep
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.speculation import Drafts
@@ -55,19 +55,19 @@ class StepBuilder:
         self.decodes: Rows = NO_ROWS
         self.enters: list[Enter] = []
         self.prefill_tokens = 0
-        self.preempted = 0  # sequences
+        self.preemptions = 0  # sequences
         self.has_prompts = False  # some running rows have more than one token to go
         self.lacks_blocks = False  # a decoding row had no block, and sequences that wait go behind it
-        self.budgeted = False  # `tokens_left` is what the policy leaves for prompts
-        self.waiting = 0  # sequences that the budget takes to wait for this replica
+        self.has_budget = False  # `tokens_left` is what the policy leaves for prompts
+        self.waiting_count = 0  # sequences that the budget takes to wait for this replica
         self.waiting_tokens = 0  # of their prompts
         self.aside = 0  # sequences set aside for a prefix that another one computes
-        self.admitted: list[Sequence] = []  # by constraints and admission; memory may refuse some yet
-        self.lacking: list[bytes] = []  # adapters of sequences that may enter once the worker has them
+        self.admitted_sequences: list[Sequence] = []  # by constraints and admission; memory may refuse some yet
+        self.missing_adapters: list[bytes] = []  # adapters of sequences that may enter once the worker has them
         self.base_only = False  # no further sequence with an adapter enters: one has waited too long for its own
         self.passed_over: list[Sequence] = []  # not admitted; what enters in front of them is counted
         self._starts: Int32 = EMPTY
-        self._decoding: Bool = NO_MASK  # [high] the same as `decodes`
+        self._decode_mask: Bool = NO_MASK  # [high] the same as `decodes`
         self._drafts: Drafts | None = None
         self._context = 0
         self._prefill_context = 0.0
@@ -88,13 +88,13 @@ class StepBuilder:
         """Return whether there is something to send."""
         replica = self.replica
         news = replica.peers.news or replica.adapters.news
-        return not self.empty or bool(self.enters or replica.transfers.pending or news)
+        return not self.empty or bool(self.enters or replica.transfers.has_copies or news)
 
     def missing_blocks(self, decodes: Bool) -> tuple[Rows, int]:
         """Return the rows of `decodes`, [high], that need a block, and for how many of them one is reserved."""
         table, high = self.replica.table, decodes.size
-        edge = (decodes & (table.planned[:high] == table.capacity[:high])).nonzero()[0]
-        reserved = int(np.count_nonzero(table.reserved[edge] > table.held[edge])) if edge.size else 0
+        edge = (decodes & (table.planned_tokens[:high] == table.capacity[:high])).nonzero()[0]
+        reserved = int(np.count_nonzero(table.reserved_blocks[edge] > table.held_blocks[edge])) if edge.size else 0
         return edge, reserved
 
     def decode(self, decodes: Bool, rows: Rows, edge: Rows, reserved: int) -> None:
@@ -105,9 +105,9 @@ class StepBuilder:
         table, high = self.replica.table, decodes.size
         if edge.size:
             self._append(edge, table.append_one(edge, self.replica.pool.take(edge.size)), reserved)
-        self.decodes, self._starts = rows, table.planned[table.rows(rows)].copy()
+        self.decodes, self._starts = rows, table.planned_tokens[table.rows(rows)].copy()
         self._context = int(np.add.reduce(self._starts))
-        self.n[:high] = self._decoding = decodes
+        self.n[:high] = self._decode_mask = decodes
         table.advance_decodes(self.n[:high])
         if self.replica.microbatches > 1:
             table.microbatch[rows] = self.microbatch
@@ -121,13 +121,13 @@ class StepBuilder:
         """
         table, pool, size = self.replica.table, self.replica.pool, self.replica.limits.block_size
         rows, counts = drafts.rows, drafts.counts
-        starts = table.planned[rows]
+        starts = table.planned_tokens[rows]
         short = (starts + counts > table.capacity[rows]).nonzero()[0]
         if short.size:
             ends, growing = starts[short] + counts[short], rows[short]
-            held = table.held[growing]
+            held = table.held_blocks[growing]
             more = -(-ends // size) - held
-            reserved = np.minimum(np.maximum(table.reserved[growing] - held, 0), more)
+            reserved = np.minimum(np.maximum(table.reserved_blocks[growing] - held, 0), more)
             blocks = pool.take(int(more.sum()))
             table.fill(growing, more, blocks)
             self._append(growing.repeat(more), blocks, int(reserved.sum()))
@@ -145,7 +145,7 @@ class StepBuilder:
         if not self.replica.limits.whole_prompts:
             return batch.chunks(rest, before, self.tokens_left, not self.prefill_tokens, self.empty)
         least = int(rest[0]) if self.empty else 0  # at most the worker's largest step: no longer prompt fits it
-        return whole(rest, max(self.tokens_left, least), first=False)
+        return whole_lengths(rest, max(self.tokens_left, least), first=False)
 
     def schedule(self, rows: Rows, tokens: Int64) -> None:
         """Add tokens[i] tokens of the prompt of rows[i] to the step and take their blocks, reserved or available.
@@ -159,9 +159,9 @@ class StepBuilder:
         for row, length in zip(rows.tolist(), tokens.tolist(), strict=True):
             if self.n[row]:
                 raise ValueError(f"row {row}: already in step {replica.next_step}; plan once")
-            start, held = table.planned.item(row), table.held.item(row)
+            start, held = table.planned_tokens.item(row), table.held_blocks.item(row)
             more = max(-(-(start + length) // size) - held, 0)
-            reserved += min(max(table.reserved.item(row) - held, 0), more)
+            reserved += min(max(table.reserved_blocks.item(row) - held, 0), more)
             chunks.append((row, start, length))
             growth.append(more)
             self.n[row] = length
@@ -189,7 +189,7 @@ class StepBuilder:
         if fresh:
             self.enters = [enter for enter in self.enters if enter.slot != row]
             if len(self.enters) < fresh:
-                self.replica.freed.remove(row)
+                self.replica.freed_slots.remove(row)
 
     def commit(self, keep: Int32 = EMPTY) -> StepPlan:
         """Return the step as it goes on the wire; it is in flight from now on. keep: host blocks that are to outlive
@@ -197,7 +197,7 @@ class StepBuilder:
         replica, table = self.replica, self.replica.table
         rows, starts, ends = self.decodes, self._starts, EMPTY
         lengths, samples = ones(rows.size), trues(rows.size)
-        computed = samples_of = self._decoding
+        computed = samples_of = self._decode_mask
         sampled = rows
         decodes, drafted, guesses, drafts = rows.size, 0, None, EMPTY
         if self._drafts is not None:
@@ -224,15 +224,15 @@ class StepBuilder:
                 counts = np.concatenate([counts, np.zeros(len(self._chunks), np.int32)])
         wire = table.wire(rows, self.microbatch)
         replica.save_cold_prefixes()
-        copies = replica.transfers.take_copies() if replica.transfers.pending else NO_COPIES
+        copies = replica.transfers.take_copies() if replica.transfers.has_copies else NO_COPIES
         news = replica.peers.take_news() if replica.peers.news else NO_NEWS
         adapters = replica.adapters.take_news() if replica.adapters.news else NO_ADAPTERS
         step = SentStep(
             id=replica.next_step,
             microbatch=self.microbatch,
             slots=rows,
-            computed=computed,
-            sampled=sampled,
+            chunk_mask=computed,
+            sampled_rows=sampled,
             samples=samples_of,
             sampled_wire=wire if sampled is rows else wire[samples],
             decodes=decodes,
@@ -240,7 +240,7 @@ class StepBuilder:
             tokens=decodes + drafted + self.prefill_tokens,
             decode_context=self._context,
             prefill_context=self._prefill_context,
-            moved=copies.out_gpu.size + copies.in_host.size,
+            moved_blocks=copies.out_gpu.size + copies.in_host.size,
             drafts=guesses,
             planned_ns=self.now_ns,
             alone=not replica.inflight,
@@ -248,9 +248,9 @@ class StepBuilder:
             peers=news,
             keep=keep,
         )
-        freed, replica.freed = replica.freed, []
-        replica.sent(step)
-        replica.last = LastStep(step.tokens, decodes, self.prefill_tokens)
+        freed, replica.freed_slots = replica.freed_slots, []
+        replica.on_send(step)
+        replica.last_step = LastStep(step.tokens, decodes, self.prefill_tokens)
         return StepPlan(
             id=step.id,
             replica=replica.number,
@@ -260,8 +260,8 @@ class StepBuilder:
             swap_in_host=copies.in_host,
             swap_in_gpu=copies.in_gpu,
             enters=self.enters,
-            append_slots=joined([rows for rows, _ in self._appends]).astype(np.int32) if self._appends else EMPTY,
-            append_blocks=joined([blocks for _, blocks in self._appends]) if self._appends else EMPTY,
+            append_slots=join_columns([rows for rows, _ in self._appends]).astype(np.int32) if self._appends else EMPTY,
+            append_blocks=join_columns([blocks for _, blocks in self._appends]) if self._appends else EMPTY,
             chunk_slots=wire,
             chunk_starts=starts,
             chunk_lengths=lengths,
@@ -278,14 +278,14 @@ class StepBuilder:
         )
 
     @property
-    def scheduled(self) -> tuple[Rows, Int32]:
+    def scheduled_rows(self) -> tuple[Rows, Int32]:
         """Rows of the step and their tokens, in the order of the step."""
         rows = np.concatenate([self.decodes, np.array([chunk.row for chunk in self._chunks], np.intp)])
         return rows, self.n[rows]
 
     def _append(self, rows: Rows, blocks: Int32, reserved: int) -> None:
         """Tell the worker of blocks at the end of these rows; so many of them were reserved."""
-        self.replica.reserved -= reserved
+        self.replica.reserved_blocks -= reserved
         self._appends.append((rows, blocks))
 
 
@@ -294,6 +294,6 @@ def trues(count: int) -> Bool:
     return TRUE[:count] if count <= TRUE.size else np.ones(count, np.bool_)
 
 
-def joined(columns: Columns[npt.NDArray[Integer]]) -> npt.NDArray[Integer]:
+def join_columns(columns: Columns[npt.NDArray[Integer]]) -> npt.NDArray[Integer]:
     """Return one column of several."""
     return columns[0] if len(columns) == 1 else np.concatenate(columns)

@@ -69,12 +69,12 @@ class NewRequest:
     prediction: Int32 = field(default_factory=lambda: EMPTY)  # what its output probably is
     # Per prompt, how many of its first tokens have recorded log-probabilities: 1 at first, as the very first has none.
     # None: none are wanted. The first choice of each prompt computes them.
-    scored: list[int] | None = None
+    scored_tokens: list[int] | None = None
     outputs: list[Int32] | None = None  # per choice, tokens already produced (after a restart)
-    recorded: list[int] | None = None  # per choice, how many of them a checkpoint has carried; None: all
-    finished: list[Finish] | None = None  # per choice, RUNNING where it still has to run
+    checkpointed_tokens: list[int] | None = None  # per choice, how many of them a checkpoint has carried; None: all
+    finishes: list[Finish] | None = None  # per choice, RUNNING where it still has to run
     identity: str = ""  # of the replicas that have run it (Limits.identity); empty: none, or not known
-    begun: bool = False  # before a restart, perhaps without a token: its record cannot return to the queue
+    has_begun: bool = False  # before a restart, perhaps without a token: its record cannot return to the queue
 
 
 MAX_STOP_IDS = 16
@@ -89,10 +89,10 @@ class Enter:
     choice: int
     tokens: Int32  # all that are known: prompt and outputs
     prompt_tokens: int
-    computed: int  # tokens with KV in `blocks` already
+    computed_tokens: int  # tokens with KV in `blocks` already
     blocks: Int32
     tenant: int = 0  # interned
-    scored: int = 0  # as Sequence.scored
+    scored_tokens: int = 0  # as Sequence.scored_tokens
     adapter: int = 0  # number of its adapter, 0: the base model
 
 
@@ -149,7 +149,7 @@ class PromptLogprobs:
     """The records of some tokens of one prompt, which the core only passes on."""
 
     slot: int
-    first: int  # position of the first of them
+    first_position: int  # position of the first of them
     count: int
     records: bytes  # all of one size
 
@@ -172,11 +172,13 @@ class StepResult:
     step_ns: int = 0
     swap_ns: int = 0  # of the copies acknowledged here; 0: not measured
     late: Int32 = field(default_factory=lambda: EMPTY)  # slots that were to sample, and their mask is not there yet
-    forced: tuple[Int32, Int32, Int32] | None = None  # slots with forced text behind their tokens; counts; its tokens
+    forced_tokens: tuple[Int32, Int32, Int32] | None = (
+        None  # slots with forced text behind their tokens; counts; its tokens
+    )
     adapter_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's adapters that are loaded
     peer_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's peers that can be read
     stale_peers: Int32 = field(default_factory=lambda: EMPTY)  # what was copied from these here may be anything
-    kept: int = 0  # how many of the step's blocks to keep outlive the worker, the first ones
+    kept_blocks: int = 0  # how many of the step's blocks to keep outlive the worker, the first ones
 
 
 @dataclass(slots=True)
@@ -200,7 +202,7 @@ class Outcome:
     requests: list[NewRequest] = field(default_factory=list)
     gateways: list[str] = field(default_factory=list)  # one per row; equal ones stand together
     choices: Int32 = field(default_factory=lambda: EMPTY)
-    first: Int32 = field(default_factory=lambda: EMPTY)
+    first_indices: Int32 = field(default_factory=lambda: EMPTY)
     counts: Int32 = field(default_factory=lambda: EMPTY)
     tokens: Int32 = field(default_factory=lambda: EMPTY)  # rows one after another
     logprobs: Records | None = None  # as tokens; see StepResult
@@ -209,14 +211,16 @@ class Outcome:
     waits_ns: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     finish: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     errors: dict[int, str] = field(default_factory=dict)  # row -> message
-    cached: dict[int, int] = field(default_factory=dict)  # row of a first token -> prompt tokens from the prefix cache
+    cached_tokens: dict[int, int] = field(
+        default_factory=dict
+    )  # row of a first token -> prompt tokens from the prefix cache
     checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)  # id, choice, first index, tokens
     # Request, prompt, position of the first token, number of tokens, and their records.
     prompt_logprobs: list[tuple[str, int, int, int, bytes]] = field(default_factory=list)
-    started: list[str] = field(default_factory=list)  # requests that got their first slot
+    started_ids: list[str] = field(default_factory=list)  # requests that got their first slot
     identities: dict[str, str] = field(default_factory=dict)  # request -> what NewRequest.identity has become
     lost_peers: list[int] = field(default_factory=list)  # of StepResult.stale_peers: read until now, or not mapped
-    ended: list[FinishedRequest] = field(default_factory=list)
+    ended_requests: list[FinishedRequest] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ class SwappedQueues:
         self._keys_of: dict[int, tuple[Takers, ...]] = {}  # replica -> the queues of sequences that it may take
         self._key: dict[Sequence, Takers] = {}  # sequence -> its queue
 
-    def emptied(self, order: Order) -> SwappedQueues:
+    def empty_copy(self, order: Order) -> SwappedQueues:
         """Return empty queues in the order of another policy."""
         return SwappedQueues(order, self._takers)
 
@@ -101,8 +101,8 @@ class WaitingQueue:
     """All waiting sequences, in order and counted.
 
     These counts are exact at any moment. By class: `counts` and `swapped_counts` (sequences), `class_tokens` (known
-    tokens without KV in a host tier). In all: `swapped` (sequences). Held sequences are in `held` alone: no count, no
-    iteration and no length has them.
+    tokens without KV in a host tier). In all: `swapped_count` (sequences). Held sequences are in `held_sequences`
+    alone: no count, no iteration and no length has them.
     """
 
     def __init__(self, order: Order) -> None:
@@ -110,16 +110,16 @@ class WaitingQueue:
         self._queue = order.queue()  # one object: it keeps what was served and what was just removed
         self._swapped_queues: SwappedQueues | None = None  # only while replicas have roles
         self._aside: dict[int, Sequence] = {}  # by number, set aside: counted, but not in a queue
-        self.held: dict[int, Sequence] = {}  # by number, until release(); not to be changed from outside
+        self.held_sequences: dict[int, Sequence] = {}  # by number, until release(); not to be changed from outside
         self.counts = [0] * CLASS_COUNT
         self.swapped_counts = [0] * CLASS_COUNT
-        self._waiting = 0
+        self._length = 0
         self.class_tokens = [0] * CLASS_COUNT
-        self.swapped = 0
+        self.swapped_count = 0
         self.changes = 0  # grows whenever another sequence may be at the head
 
     def __len__(self) -> int:
-        return self._waiting
+        return self._length
 
     @property
     def urgent(self) -> bool:
@@ -131,7 +131,7 @@ class WaitingQueue:
         """Known tokens without KV in a host tier, of all waiting sequences."""
         return sum(self.class_tokens)
 
-    def counted(self, low_yields: bool) -> tuple[int, int]:
+    def totals(self, low_yields: bool) -> tuple[int, int]:
         """Return how many sequences wait, and their tokens without KV in a host tier; without class low if it
         yields."""
         low = Priority.LOW
@@ -183,7 +183,7 @@ class WaitingQueue:
     def key(self, sequence: Sequence) -> Key:
         """Return the key of the queue in which a sequence stands or stood."""
         queues = self._swapped_queues
-        return queues.key(sequence) if queues is not None and sequence.swapped else None
+        return queues.key(sequence) if queues is not None and sequence.is_swapped else None
 
     def head(self, key: Key, now_ns: int) -> Sequence | None:
         """Return the next sequence of one queue."""
@@ -196,7 +196,7 @@ class WaitingQueue:
         if self._order.by_class:
             waited = max(now_ns - arrived_ns, 0) // self._order.age_ns if self._order.age_ns else 0
             lifted = max(sequence.priority - waited, 0)
-        return lifted, not sequence.swapped, arrived_ns, sequence.number
+        return lifted, not sequence.is_swapped, arrived_ns, sequence.number
 
     def pop(self, sequence: Sequence) -> None:
         """Remove a sequence that is about to enter a slot. If it does not, push() or set_aside() returns it.
@@ -210,7 +210,7 @@ class WaitingQueue:
 
     def skip(self, sequence: Sequence) -> None:
         """Remove a head until unskip(), while a replica looks at the sequences behind it."""
-        if self._swapped_queues is not None and sequence.swapped:
+        if self._swapped_queues is not None and sequence.is_swapped:
             self._swapped_queues.skip(sequence)
         else:
             self._queue.drop(sequence)  # pop() would count it as served, for fairness
@@ -227,11 +227,11 @@ class WaitingQueue:
     def hold(self, sequence: Sequence) -> None:
         """Take a waiting sequence out of the queue and the counts until release(): no replica may run it."""
         self.drop(sequence)
-        self.held[sequence.number] = sequence
+        self.held_sequences[sequence.number] = sequence
 
     def release(self, sequence: Sequence, now_ns: int) -> None:
         """Return a held sequence to the queue."""
-        del self.held[sequence.number]
+        del self.held_sequences[sequence.number]
         self.push(sequence, now_ns)
 
     def put_back(self, sequence: Sequence, now_ns: int) -> None:
@@ -243,7 +243,7 @@ class WaitingQueue:
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended or is parked. Its state must be set already."""
         self.changes += 1
-        if self.held.pop(sequence.number, None) is not None:
+        if self.held_sequences.pop(sequence.number, None) is not None:
             return
         self._count(sequence, -1)
         if self._aside.pop(sequence.number, None) is None:
@@ -251,19 +251,19 @@ class WaitingQueue:
 
     def grew(self, sequence: Sequence, tokens: int = 1) -> None:
         """Count tokens that a waiting sequence has to compute after a step that was sent before its preemption."""
-        if sequence.number not in self.held:
+        if sequence.number not in self.held_sequences:
             self.class_tokens[sequence.priority] += tokens
 
     def lose_saved(self, sequence: Sequence, now_ns: int) -> None:
         """Drop the KV that a waiting sequence has in a host tier."""
-        if sequence.number in self.held:
-            sequence.saved, sequence.route.generation = None, -1
+        if sequence.number in self.held_sequences:
+            sequence.saved_kv, sequence.route.generation = None, -1
             return
-        moves = self._swapped_queues is not None and sequence.swapped and sequence.number not in self._aside
+        moves = self._swapped_queues is not None and sequence.is_swapped and sequence.number not in self._aside
         if moves:
             self._queue_of(sequence).drop(sequence)
         self._count(sequence, -1)
-        sequence.saved, sequence.route.generation = None, -1
+        sequence.saved_kv, sequence.route.generation = None, -1
         self._count(sequence, 1)
         if moves:
             self._queue.push(sequence, now_ns)
@@ -275,7 +275,7 @@ class WaitingQueue:
         """
         if takers is None and self._swapped_queues is None:
             return
-        moved = list(self._swapped_queues or (s for s in self._queue if s.swapped))
+        moved = list(self._swapped_queues or (s for s in self._queue if s.is_swapped))
         for sequence in moved:
             self._queue_of(sequence).drop(sequence)
         self._swapped_queues = SwappedQueues(self._order, takers) if takers is not None else None
@@ -287,7 +287,7 @@ class WaitingQueue:
         waiting, self._order = list(self), order
         self._queue = order.queue()
         if self._swapped_queues is not None:
-            self._swapped_queues = self._swapped_queues.emptied(order)
+            self._swapped_queues = self._swapped_queues.empty_copy(order)
         self._aside.clear()
         for sequence in sorted(waiting, key=lambda s: s.number):
             self._queue_of(sequence).push(sequence, now_ns)
@@ -297,29 +297,31 @@ class WaitingQueue:
         waiting = list(self)
         if self._swapped_queues is not None:
             self._swapped_queues.check()
-            if any(s.swapped for s in self._queue):
+            if any(s.is_swapped for s in self._queue):
                 raise RuntimeError("a swapped sequence stands among those to compute")
         counts = [sum(s.priority == c for s in waiting) for c in range(CLASS_COUNT)]
-        tokens = [sum(s.known - s.computed for s in waiting if s.priority == c) for c in range(CLASS_COUNT)]
+        tokens = [
+            sum(s.known_tokens - s.computed_tokens for s in waiting if s.priority == c) for c in range(CLASS_COUNT)
+        ]
         if counts != self.counts or tokens != self.class_tokens:
             raise RuntimeError(f"{counts} sequences wait, {self.counts} are counted; {tokens}, {self.class_tokens}")
-        swapped = [sum(s.swapped for s in waiting if s.priority == c) for c in range(CLASS_COUNT)]
-        if swapped != self.swapped_counts or sum(swapped) != self.swapped:
+        swapped = [sum(s.is_swapped for s in waiting if s.priority == c) for c in range(CLASS_COUNT)]
+        if swapped != self.swapped_counts or sum(swapped) != self.swapped_count:
             raise RuntimeError(f"{swapped} swapped sequences wait, {self.swapped_counts} are counted")
-        if len({s.number for s in waiting} - self.held.keys()) != len(waiting):
+        if len({s.number for s in waiting} - self.held_sequences.keys()) != len(waiting):
             raise RuntimeError("a sequence waits twice")
 
     def _queue_of(self, sequence: Sequence) -> SwappedQueues | Queue:
         queues = self._swapped_queues
-        return queues if queues is not None and sequence.swapped else self._queue
+        return queues if queues is not None and sequence.is_swapped else self._queue
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         priority = sequence.priority
-        self._waiting += sign
+        self._length += sign
         self.counts[priority] += sign
-        self.class_tokens[priority] += sign * (sequence.known - sequence.computed)
-        if sequence.swapped:
-            self.swapped += sign
+        self.class_tokens[priority] += sign * (sequence.known_tokens - sequence.computed_tokens)
+        if sequence.is_swapped:
+            self.swapped_count += sign
             self.swapped_counts[priority] += sign
 
 
@@ -336,15 +338,15 @@ class Scan:
         self, waiting: WaitingQueue, replica: int, now_ns: int, look_past: int, passed_over: list[Sequence]
     ) -> None:
         """passed_over: receives the deferred sequences. look_past: sequences of each queue to skip, at most."""
-        self.skipped: list[Sequence] = []
+        self.skipped_sequences: list[Sequence] = []
         self._waiting = waiting
         self._replica = replica
         self._now_ns = now_ns
         self._look_past = look_past
         self._passed_over = passed_over
-        self._deferred: list[Sequence] = []  # those of `skipped` that are yielded again
+        self._deferred_sequences: list[Sequence] = []  # those of `skipped_sequences` that are yielded again
         self._counts: dict[Key, int] = {}  # skipped sequences by queue
-        self._closed: set[Key] = set()  # queues with `look_past` skipped sequences: no further one is read
+        self._closed_queues: set[Key] = set()  # queues with `look_past` skipped sequences: no further one is read
         self._current: Sequence | None = None  # yielded, and not yet taken, deferred or skipped
         self._at_end = False  # only deferred ones are left: one enters per step, so that other replicas get some
 
@@ -352,11 +354,11 @@ class Scan:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for sequence in self.skipped:
+        for sequence in self.skipped_sequences:
             self._waiting.unskip(sequence, self._now_ns)
 
     def __iter__(self) -> Iterator[Sequence]:
-        while (sequence := self._next()) is not None:
+        while (sequence := self._next_sequence()) is not None:
             self._current = sequence
             yield sequence
             if self._current is sequence:
@@ -364,27 +366,27 @@ class Scan:
 
     def take(self, sequence: Sequence) -> None:
         """Remove a sequence from the queue because it is about to enter."""
-        if self.skipped and sequence in self.skipped:
-            self.skipped.remove(sequence)
-            self._deferred.remove(sequence)
+        if self.skipped_sequences and sequence in self.skipped_sequences:
+            self.skipped_sequences.remove(sequence)
+            self._deferred_sequences.remove(sequence)
             self._passed_over.remove(sequence)
             key = self._waiting.key(sequence)
             self._counts[key] -= 1
-            self._closed.discard(key)
+            self._closed_queues.discard(key)
             self._waiting.unskip(sequence, self._now_ns)
         self._waiting.pop(sequence)
         self._current = None
-        self._at_end = bool(self._deferred) and not self._waiting.heads(self._replica, self._now_ns)
+        self._at_end = bool(self._deferred_sequences) and not self._waiting.heads(self._replica, self._now_ns)
 
     def defer(self, sequence: Sequence) -> bool:
         """Skip a sequence that may enter but should not enter first, and yield it again later.
 
         Return False, and do nothing, if it was deferred before.
         """
-        if sequence in self.skipped:
+        if sequence in self.skipped_sequences:
             return False
         if self._skip(sequence):
-            self._deferred.append(sequence)
+            self._deferred_sequences.append(sequence)
             self._passed_over.append(sequence)
         self._current = None
         return True
@@ -393,14 +395,14 @@ class Scan:
         """Let one more sequence of each queue be skipped."""
         self._look_past += 1
 
-    def _next(self) -> Sequence | None:
-        deferred, waiting, now_ns = self._deferred, self._waiting, self._now_ns
+    def _next_sequence(self) -> Sequence | None:
+        deferred, waiting, now_ns = self._deferred_sequences, self._waiting, self._now_ns
         if self._at_end:
             return None
         for sequence in deferred:
-            if sequence.route.passed >= MAX_PASSED:
+            if sequence.route.passes >= MAX_PASSED:
                 return sequence
-        keys = [key for key in waiting.keys(self._replica) if key not in self._closed]
+        keys = [key for key in waiting.keys(self._replica) if key not in self._closed_queues]
         heads = [head for key in keys if (head := waiting.head(key, now_ns)) is not None]
         if len(heads) > 1:
             return min(heads, key=lambda head: waiting.rank(head, now_ns))
@@ -408,14 +410,14 @@ class Scan:
 
     def _skip(self, sequence: Sequence) -> bool:
         """Skip a sequence; return False, and close its queue, if `look_past` of the queue are skipped already."""
-        if sequence in self._deferred:
-            self._deferred.remove(sequence)
+        if sequence in self._deferred_sequences:
+            self._deferred_sequences.remove(sequence)
             return True
         key = self._waiting.key(sequence)
         if self._counts.get(key, 0) >= self._look_past:
-            self._closed.add(key)
+            self._closed_queues.add(key)
             return False
         self._counts[key] = self._counts.get(key, 0) + 1
         self._waiting.skip(sequence)
-        self.skipped.append(sequence)
+        self.skipped_sequences.append(sequence)
         return True

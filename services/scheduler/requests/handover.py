@@ -99,7 +99,7 @@ class RequestHandover:
         After STRANDED_S without one, or STRANDED_ALONE_S, they end with an error. shards: as of `give`.
         """
         self._core.served_elsewhere(frozenset(shards.values()))
-        stranded = self._core.stranded()
+        stranded = self._core.stranded_requests()
         # Without any worker, too, as its workers may come and go.
         before = {
             name: at for name, at in self._stranded.items() if name in self._entries and not self._core.runs(name)

@@ -178,7 +178,7 @@ def decode(
         speculate=wire.speculate,
         grammar=grammar,
         prediction=prediction,
-        scored=[1] * len(arrays) if sampling.prompt_logprobs else None,
+        scored_tokens=[1] * len(arrays) if sampling.prompt_logprobs else None,
         payload=wire,
     )
 
@@ -428,16 +428,16 @@ class Intake:
             outputs = read(self._keys.out(request.id, 0), stored, list) or [None] * count
             found = [read(self._keys.out(request.id, choice), value, _tokens) for choice, value in enumerate(outputs)]
             request.outputs = [EMPTY if each is None else each[: request.max_tokens] for each in found]
-            request.recorded = [output.size for output in request.outputs]
+            request.checkpointed_tokens = [output.size for output in request.outputs]
             started, former, identity, *fields = read(key, reply, list) or [None] * (3 + 2 * count)
             request.identity = read(key, identity or b"", text) or ""
-            request.finished = [read(key, value, _finish) or Finish.RUNNING for value in fields[:count]]
+            request.finishes = [read(key, value, _finish) or Finish.RUNNING for value in fields[:count]]
             stops = (read(key, at, integer) if at else None for at in fields[count:])
             item.stops.update({choice: at for choice, at in enumerate(stops) if at is not None})
-            request.begun = bool(started)
+            request.has_begun = bool(started)
             if started:  # written with its first tokens at the latest
                 gateways |= {request.gateway, *(read(key, former or b"", _names) or [])}
-        await self._restore_scored([item.request for item in claimed if item.request.scored is not None])
+        await self._restore_scored([item.request for item in claimed if item.request.scored_tokens is not None])
         return gateways
 
     async def _restore_scored(self, requests: list[NewRequest]) -> None:
@@ -453,7 +453,7 @@ class Intake:
         sizes = zip(keys, await pipe.execute(raise_on_error=False) if keys else [], strict=True)
         for request in requests:
             record = prompt_record_bytes(request.payload.sampling.prompt_logprobs)
-            request.scored = [
+            request.scored_tokens = [
                 min(prompt.size, 1 + (self._letters.read(*next(sizes), int) or 0) // record)
                 for prompt in request.prompts
             ]
@@ -493,10 +493,10 @@ def extend(requests: list[NewRequest], batches: Iterable[queue_pb2.TokenBatch]) 
         ends = np.cumsum(counts)
         for row, request_id in enumerate(batch.requests):
             request = by_id.get(request_id)
-            if request is None or request.outputs is None or request.finished is None:
+            if request is None or request.outputs is None or request.finishes is None:
                 continue
             choice = int(choices[row])
-            if choice >= len(request.outputs) or request.finished[choice] is not Finish.RUNNING:
+            if choice >= len(request.outputs) or request.finishes[choice] is not Finish.RUNNING:
                 continue
             held = request.outputs[choice].size
             begin, end = int(first[row]), int(first[row] + counts[row])

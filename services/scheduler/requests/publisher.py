@@ -44,7 +44,7 @@ def records(outcome: Outcome) -> list[Value]:
         return rows
     sizes = _sizes(outcome.logprobs)
     row_of = np.repeat(np.arange(outcome.counts.size), outcome.counts)
-    place = (outcome.first - np.cumsum(outcome.counts) + outcome.counts)[row_of] + np.arange(sizes.size)
+    place = (outcome.first_indices - np.cumsum(outcome.counts) + outcome.counts)[row_of] + np.arange(sizes.size)
     for token in np.flatnonzero(sizes).tolist():
         row = row_of[token]
         choice, offset = int(outcome.choices[row]), int(place[token] * sizes[token])
@@ -87,13 +87,13 @@ def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
             step=step,
             requests=[request.id for request in outcome.requests[begin:end]],
             choices=pack(outcome.choices[begin:end]),
-            first=pack(outcome.first[begin:end]),
+            first=pack(outcome.first_indices[begin:end]),
             counts=pack(outcome.counts[begin:end]),
             tokens=pack(outcome.tokens[span]),
             finish=np.ascontiguousarray(outcome.finish[begin:end], dtype=np.uint8).tobytes(),
             errors={row - begin: text for row, text in outcome.errors.items() if begin <= row < end},
             drafts=pack(outcome.drafts[begin:end]),
-            cached={row - begin: tokens for row, tokens in outcome.cached.items() if begin <= row < end},
+            cached={row - begin: tokens for row, tokens in outcome.cached_tokens.items() if begin <= row < end},
             **logprobs,
         )
         result.append((names[begin], batch.SerializeToString()))
@@ -105,7 +105,7 @@ def _finishes(outcome: Outcome) -> dict[tuple[str, int], tuple[int, int]]:
     ended = np.flatnonzero(outcome.finish).tolist()
     if not ended:
         return {}
-    lengths = (outcome.first + outcome.counts).tolist()
+    lengths = (outcome.first_indices + outcome.counts).tolist()
     return {
         (outcome.requests[row].id, int(outcome.choices[row])): (int(outcome.finish[row]), lengths[row]) for row in ended
     }
@@ -155,11 +155,11 @@ def arguments(
             logprobs += records(outcome)
         for request_id, prompt, first, count, told in outcome.prompt_logprobs:
             of_prompts += [request_id, prompt, (first - 1) * (len(told) // count), told]
-        started += outcome.started
-        counts[2] += len(outcome.started)
+        started += outcome.started_ids
+        counts[2] += len(outcome.started_ids)
         for request_id, identity in outcome.identities.items():
             identities += [request_id, identity]
-        for finished in outcome.ended:
+        for finished in outcome.ended_requests:
             entry = where.get(finished.request.id)
             if entry is not None:
                 ended += _end(finished, entry)
@@ -195,11 +195,11 @@ def written_keys(keys: Keys, outcomes: list[Outcome]) -> dict[str, str]:
     for outcome in outcomes:
         types |= dict.fromkeys(map(keys.tokens, outcome.gateways), "stream")
         names = {request.id for request in outcome.requests} | {each[0] for each in outcome.checkpoints}
-        ended = [finished.request for finished in outcome.ended]
+        ended = [finished.request for finished in outcome.ended_requests]
         choices = {(each[0], each[1]) for each in outcome.checkpoints}
         choices |= {(each.id, choice) for each in ended for choice in range(len(each.prompts) * each.n)}
         types |= dict.fromkeys(
-            map(keys.req, {*names, *outcome.started, *outcome.identities, *(each.id for each in ended)}), "hash"
+            map(keys.req, {*names, *outcome.started_ids, *outcome.identities, *(each.id for each in ended)}), "hash"
         )
         for name, choice in choices:
             types |= {keys.out(name, choice): "string", keys.logprobs(name, choice): "string"}
@@ -247,7 +247,7 @@ class Publisher:
         if outcome is None:
             return
         has_rows = outcome.requests or outcome.checkpoints or outcome.prompt_logprobs
-        if has_rows or outcome.started or outcome.identities or outcome.ended:
+        if has_rows or outcome.started_ids or outcome.identities or outcome.ended_requests:
             self._waiting.append((step, outcome))
             self.put_count += 1
             self._more.set()
@@ -262,7 +262,7 @@ class Publisher:
                 await persist("publish tokens", partial(self._write, taken), log, lambda: self._stopping)
                 self.written_count += len(taken)
                 for _, outcome in taken:
-                    for finished in outcome.ended:
+                    for finished in outcome.ended_requests:
                         self._ended(finished.request.id)
                 room()
                 self._written.set()
@@ -284,7 +284,7 @@ class Publisher:
 
     def _whole(self, outcomes: list[Outcome], short: list[bytes]) -> list[Output]:
         """Return the whole outputs of the choices `short` (id, choice, id, ...), as far as they are known."""
-        ended = {finished.request.id: finished.outputs for outcome in outcomes for finished in outcome.ended}
+        ended = {finished.request.id: finished.outputs for outcome in outcomes for finished in outcome.ended_requests}
         names = dict.fromkeys((short[i].decode(), int(short[i + 1])) for i in range(0, len(short), 2))
         found: list[Output] = []
         for name, choice in names:

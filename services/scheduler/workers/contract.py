@@ -146,8 +146,8 @@ def check_result(message: worker_pb2.Result, result: StepResult, vocab_size: int
         raise ContractError(f"timings: {wrong_ns} ns is not a time that a step takes; repair the worker's clock")
     if result.errors:
         _check_errors(result, slots)
-    if result.forced is not None:
-        _check_forced(result, *result.forced, vocab_size)
+    if result.forced_tokens is not None:
+        _check_forced(result, *result.forced_tokens, vocab_size)
     if slots.asking or result.logprobs is not None:
         _check_logprobs(result, slots)
     for prompt in result.prompt_logprobs:

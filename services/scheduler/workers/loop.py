@@ -59,7 +59,7 @@ class InFlight:
                 entered.popleft()
             sampling = None if enter.request.payload is None else enter.request.payload.sampling
             wanted = 0 if sampling is None else sampling.logprobs
-            of_prompt = 0 if sampling is None or not enter.scored else sampling.prompt_logprobs
+            of_prompt = 0 if sampling is None or not enter.scored_tokens else sampling.prompt_logprobs
             pooling = 0 if sampling is None else enter.request.payload.pooling
             of_output = (record_bytes(wanted), self._vector_bytes, SCORE_BYTES)[pooling]
             sizes = of_output, prompt_record_bytes(of_prompt)
@@ -280,4 +280,4 @@ class WorkerLoop:
 
     async def _watch(self, limit_s: float) -> None:
         """End the link when a step stays unanswered; wake the loop for deadlines."""
-        await self.link.watch(limit_s, lambda: self.wake.set() if self._context.core.unfinished else None)
+        await self.link.watch(limit_s, lambda: self.wake.set() if self._context.core.unfinished_count else None)

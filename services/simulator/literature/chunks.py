@@ -146,7 +146,7 @@ class Users:
             self.steps += 1
             self.slots_ns += step.chunk_slots.size * duration
             if step.prefill_tokens:
-                self.prefill_gaps.append(outcome.waits_ns[outcome.first > 0].astype(np.float64))
+                self.prefill_gaps.append(outcome.waits_ns[outcome.first_indices > 0].astype(np.float64))
             self._take(outcome)
         gaps = np.concatenate(self._gaps) / 1e6
         seconds = self.elapsed_ns / 1e9
@@ -177,16 +177,16 @@ class Users:
         self._core.add(request, self.now_ns)
 
     def _take(self, outcome: Outcome) -> None:
-        for request, first in zip(outcome.requests, outcome.first.tolist(), strict=True):
+        for request, first in zip(outcome.requests, outcome.first_indices.tolist(), strict=True):
             if not first:
                 self._first[request.payload] = self.now_ns
         if not self._at_end:
-            self._gaps.append(outcome.waits_ns[outcome.first > 0].astype(np.float64))
-            for done in outcome.ended:
+            self._gaps.append(outcome.waits_ns[outcome.first_indices > 0].astype(np.float64))
+            for done in outcome.ended_requests:
                 self._send(done.request.payload + USERS)
             return
-        self._held += [done.request.payload for done in outcome.ended]
-        if outcome.ended and not self._core.stats()["running"]:  # deliver the batch in equal gaps
+        self._held += [done.request.payload for done in outcome.ended_requests]
+        if outcome.ended_requests and not self._core.stats()["running"]:  # deliver the batch in equal gaps
             for index in self._held:
                 if (n := int(self._work.output[index]) - 1) > 0:
                     self._gaps.append(np.full(n, (self.now_ns - self._first[index]) / n))

@@ -36,7 +36,7 @@ class Core:
             ttft_slo_ns=max(round(arrival.ttft_ms * MS_NS), 1),  # 0 is no limit
             tbt_slo_ns=max(round(arrival.tbt_ms * MS_NS), 1),
         )
-        for ended in self.core.add(request, _ns(now_ms)).ended:
+        for ended in self.core.add(request, _ns(now_ms)).ended_requests:
             raise ValueError(f"request {number}: {ended.error}")
 
     def schedule(self, now_ms: float) -> Planned:

@@ -46,7 +46,7 @@ class Forecast:
     def measure(self, replica: ReplicaView) -> None:
         """Predict a step of `replica` as it is now."""
         table, model = replica.table, replica.model
-        count, context = max(table.count, 1), int(table.planned[: table.high].sum())
+        count, context = max(table.count, 1), int(table.planned_tokens[: table.high].sum())
         self.step_ns = model.predict(count, context)
         self.token_ns = (model.predict(count + PROBE_TOKENS, context) - self.step_ns) / PROBE_TOKENS
 
@@ -58,14 +58,14 @@ class Forecast:
         """
         deadline, known, computed, prompt, limit = np.array(list(sequences), np.int64).reshape(-1, 5).T
         outputs = known - prompt
-        to_come = np.maximum(self.lengths.expected(outputs, limit, np.full(limit.size, MEDIAN)) - outputs, 0)
+        to_come = np.maximum(self.lengths.forecast(outputs, limit, np.full(limit.size, MEDIAN)) - outputs, 0)
         work = (known - computed) * self.token_ns + to_come * self.step_ns
         return np.maximum(deadline - now_ns - work.astype(np.int64), 1)
 
     def of_rows(self, table: SlotTable, rows: Rows, now_ns: int) -> Int64:
         """Return [n] slack() of running `rows`."""
-        requests, arrived = table.request[rows].tolist(), table.arrived[rows].tolist()
-        columns = [column[rows].tolist() for column in (table.applied, table.planned, table.prompt)]
+        requests, arrived = table.request[rows].tolist(), table.arrival_ns[rows].tolist()
+        columns = [column[rows].tolist() for column in (table.applied_tokens, table.planned_tokens, table.prompt)]
         return self.slack(
             (
                 Progress(_deadline(request, since), known, min(computed, known), prompt, request.max_tokens)
@@ -87,7 +87,7 @@ def _deadline(request: NewRequest, arrived_ns: int) -> int:
 def _progress(sequence: Sequence) -> Progress:
     request, prompt = sequence.record.request, sequence.prompt.size
     deadline = _deadline(request, sequence.record.arrived_ns)
-    return Progress(deadline, sequence.known, sequence.computed, prompt, request.max_tokens)
+    return Progress(deadline, sequence.known_tokens, sequence.computed_tokens, prompt, request.max_tokens)
 
 
 class ByPriority:
@@ -134,7 +134,7 @@ class ByDeadline(Order):
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
         slack = self._forecast.of_rows(table, rows, now_ns)
-        return rows[np.lexsort((table.number[rows], table.arrived[rows], slack))]
+        return rows[np.lexsort((table.number[rows], table.arrival_ns[rows], slack))]
 
 
 class Outranked(Newest):
@@ -156,7 +156,7 @@ class Outranked(Newest):
             return []
         table = replica.table
         slack = self._forecast.of_rows(table, rows, now_ns)
-        last = int(np.lexsort((table.number[rows], table.arrived[rows], slack))[-1])
+        last = int(np.lexsort((table.number[rows], table.arrival_ns[rows], slack))[-1])
         higher = int(self._forecast.of_waiting([head], now_ns)[0]) < int(slack[last])
         return [int(rows[last])] if higher else []
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from services.scheduler.core.policy import presets
 from services.scheduler.core.policy.base import Batching, Budget, Candidates, Pace, Policy, Queue, ReplicaView
-from services.scheduler.core.policy.batching import Static, WholePrefill, whole
+from services.scheduler.core.policy.batching import Static, WholePrefill, whole_lengths
 from services.scheduler.core.policy.budget import ALIGN, TBT_NS, Unlimited, at_most
 from services.scheduler.core.policy.memory import (
     Peak,
@@ -26,7 +26,7 @@ from services.scheduler.core.policy.memory import (
     of_candidates,
     roomy,
     set_aside,
-    spared,
+    spared_blocks,
 )
 from services.scheduler.core.policy.order import FirstCome
 from services.scheduler.core.policy.preemption import Newest, recompute, swap
@@ -65,10 +65,10 @@ class ExactAimd(PeakEstimate):
         blocks = self.within(replica, candidates, pace, limit // replica.limits.block_size)
         refused = slice(blocks.size, blocks.size + 1)
         columns = (getattr(candidates, column.name)[refused] for column in dataclasses.fields(Candidates))
-        self._next = (Candidates(*columns), pace) if blocks.size < candidates.known.size else None
+        self._next = (Candidates(*columns), pace) if blocks.size < candidates.known_tokens.size else None
         return blocks
 
-    def stepped(self, replica: ReplicaView, preempted: int) -> None:
+    def on_step(self, replica: ReplicaView, preempted: int) -> None:
         limit = self._limit(replica)
         if self._next is not None and roomy(replica, CROWD) and self._exceeds(replica, *self._next):
             limit += RAISE
@@ -84,12 +84,12 @@ class ExactAimd(PeakEstimate):
         """Return whether the peak of the running sequences and `candidate` exceeds the limit."""
         table, size = replica.table, replica.limits.block_size
         rows = free_to_yield(table)
-        known = table.known[rows].astype(np.int64)
-        held, steps = ahead(known, known - table.planned[rows], table.limit[rows].astype(np.int64) - 1, pace)
-        self._need.run(held, steps, size, spared(replica))
-        new_held, new_steps = of_candidates(candidate, np.maximum(candidate.limit, candidate.known), pace)
+        known = table.known_tokens[rows].astype(np.int64)
+        held, steps = ahead(known, known - table.planned_tokens[rows], table.limit[rows].astype(np.int64) - 1, pace)
+        self._need.set_running(held, steps, size, spared_blocks(replica))
+        new_held, new_steps = of_candidates(candidate, np.maximum(candidate.limit, candidate.known_tokens), pace)
         room = self._limit(replica) // size - set_aside(table)
-        return not self._need.fitting(new_held, new_steps, candidate.shared, room)
+        return not self._need.count_fitting(new_held, new_steps, candidate.shared_blocks, room)
 
 
 class TokenBudget(Budget):
@@ -109,8 +109,8 @@ class TokenBudget(Budget):
         self._first = 0.0  # what the mean of the replica started at
 
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
-        if not self._seen and replica.model.observed:
-            self._seen, self._first = replica.model.observed, replica.token_time.token_ns
+        if not self._seen and replica.model.observations:
+            self._seen, self._first = replica.model.observations, replica.token_time.token_ns
         return at_most(replica, step_tokens)
 
     def budget(
@@ -129,7 +129,7 @@ class TokenBudget(Budget):
         """Return the mean time per token that started at 0: the replica's less the rest of its first value."""
         if not self._seen:
             return 0.0
-        return float(replica.token_time.token_ns - (1 - ALPHA) ** replica.model.observed * self._first)
+        return float(replica.token_time.token_ns - (1 - ALPHA) ** replica.model.observations * self._first)
 
     def for_replica(self) -> TokenBudget:
         return TokenBudget(self._tbt_ns)
@@ -156,14 +156,14 @@ class ByCapacity(Batching):
         self._running[number], self._left[number] = count, waiting
         return min(max(entering, 0 if count else 1), waiting)
 
-    def joined(self, replica: ReplicaView, sequences: int) -> None:
+    def on_enter(self, replica: ReplicaView, sequences: int) -> None:
         number = replica.number
         self._running[number] += sequences
         self._ends[number] = max(self._ends[number] - sequences, 0)
         self._left[number] -= sequences
 
     def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
-        return whole(rest, left, first)
+        return whole_lengths(rest, left, first)
 
 
 class Margin(Newest):
@@ -187,7 +187,7 @@ class Margin(Newest):
         free = replica.available + replica.pool.draining
         while free < margin and rows.size and len(victims) < table.count - 1:
             victim = self.choose(table, rows)
-            free += max(int(table.held[victim]), int(table.reserved[victim]))
+            free += max(int(table.held_blocks[victim]), int(table.reserved_blocks[victim]))
             rows = rows[rows != victim]
             victims.append(victim)
         return victims
@@ -221,10 +221,10 @@ class Grouped(FirstCome):
         return Keyed(self._key)
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
-        return rows[np.lexsort((table.number[rows], table.known[rows], table.number[rows] // self._together))]
+        return rows[np.lexsort((table.number[rows], table.known_tokens[rows], table.number[rows] // self._together))]
 
     def _key(self, sequence: Sequence) -> int:
-        return sequence.number // self._together * LONGEST + sequence.known
+        return sequence.number // self._together * LONGEST + sequence.known_tokens
 
 
 # fmt: off

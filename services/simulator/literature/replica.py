@@ -95,8 +95,8 @@ class ArticleReplica:
             self._last_ns[index] = now_ns
             if self._outputs[index] == self._workload.output[index]:
                 tokens = np.full(self._outputs[index], PLAIN_ID, np.int32)
-                outcome.ended.append(FinishedRequest(request, [tokens], [Finish.STOP]))
-        outcome.first, outcome.waits_ns = np.array(first, np.int32), np.array(waits, np.int64)
+                outcome.ended_requests.append(FinishedRequest(request, [tokens], [Finish.STOP]))
+        outcome.first_indices, outcome.waits_ns = np.array(first, np.int32), np.array(waits, np.int64)
         outcome.counts = np.ones(len(first), np.int32)
         outcome.tokens = np.full(len(first), PLAIN_ID, np.int32)
         return outcome

@@ -117,8 +117,8 @@ def test_a_request_goes_on_behind_the_tokens_that_were_recorded(
     engine = small(reference.path, "cpu")
     requests = scoring(reference)
     for request, prompt in zip(requests, reference.prompts, strict=True):
-        request.scored = [max(1, len(prompt) // 2)]
-    known = Recorded(scored={(request.id, 0): request.scored[0] for request in requests if request.scored})
+        request.scored_tokens = [max(1, len(prompt) // 2)]
+    known = Recorded(scored={(each.id, 0): each.scored_tokens[0] for each in requests if each.scored_tokens})
     recorded, _ = in_process.run(engine, requests, "orcinus", known=known, prefix_cache=True)
     for index, (prompt, logprobs) in enumerate(zip(reference.prompts, expected, strict=True)):
         begin = max(1, len(prompt) // 2)

@@ -369,7 +369,9 @@ async def test_publisher_writes_whole_outputs_where_redis_lost_tokens(client: An
     )  # fmt: skip
     running = asyncio.create_task(publisher.run(lambda: None))
     try:
-        publisher.put(Outcome(checkpoints=[("r", choice, 0, tokens[choice][:6]) for choice in range(3)], started=["r"]))
+        publisher.put(
+            Outcome(checkpoints=[("r", choice, 0, tokens[choice][:6]) for choice in range(3)], started_ids=["r"])
+        )
         await publisher.caught_up()
         await client.set(KEYS.out("r", 0), pack(tokens[0][:1]))
         await client.delete(KEYS.out("r", 1))
@@ -379,7 +381,7 @@ async def test_publisher_writes_whole_outputs_where_redis_lost_tokens(client: An
         assert await client.get(KEYS.out("r", 2)) == pack(tokens[2][:8])
         request = NewRequest(id="r", prompts=[np.arange(5, dtype=np.int32)], max_tokens=10, n=3)
         last = [("r", choice, 8, tokens[choice][8:]) for choice in range(3)]
-        publisher.put(Outcome(checkpoints=last, ended=[FinishedRequest(request, tokens, [Finish.LENGTH] * 3)]))
+        publisher.put(Outcome(checkpoints=last, ended_requests=[FinishedRequest(request, tokens, [Finish.LENGTH] * 3)]))
         await publisher.caught_up()
         assert [await client.get(KEYS.out("r", choice)) for choice in range(3)] == [pack(row) for row in tokens]
         assert await client.hmget(KEYS.req("r"), ["state", "finish", "error"]) == [b"finished", b"2,2,2", b""]

@@ -193,7 +193,7 @@ async def test_stream_of_a_worker_without_version_goes_on_at_its_update() -> Non
         await shard.fleet.serve(records[0])
         assert any(record.has_tokens for record in shard.core.records.values())
         run = asyncio.create_task(shard.fleet.serve(records[1]))
-        await wait_until(lambda: not shard.core.records or bool(shard.core.stranded()) or run.done())
+        await wait_until(lambda: not shard.core.records or bool(shard.core.stranded_requests()) or run.done())
         await end(run)
     assert_all_right(shard)
 
@@ -218,7 +218,7 @@ async def test_stream_of_a_lost_worker_goes_on_at_equal_numerics_alone() -> None
         for record, left in zip(records[1:], (begun, set[str]()), strict=True):
             run = asyncio.create_task(shard.fleet.serve(record))
             await wait_until(partial(is_moved, left, run))
-            assert shard.core.stranded() == dict.fromkeys(left, "a1 float32 cpu amx float32 none")
+            assert shard.core.stranded_requests() == dict.fromkeys(left, "a1 float32 cpu amx float32 none")
             assert not run.done()
             await end(run)
     assert len(shard.ended) == REQUESTS
@@ -460,7 +460,7 @@ async def test_worker_that_refuses_the_run_is_left_alone(minor: int) -> None:
     assert shard.fleet.not_before()[worker.identity] >= begun + 2 * AVOID_S, "for longer each time"
     if minor:
         assert not shard.linked and not shard.core.replicas, "it was never linked"
-        assert not any(record.started for record in shard.core.records.values())
+        assert not any(record.has_started for record in shard.core.records.values())
     shard.core.check()
 
 

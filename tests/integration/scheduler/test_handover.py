@@ -126,7 +126,7 @@ async def test_request_begun_without_a_token_is_taken_up_as_begun(taker: Taker, 
     rebuilt = Intake(taker.redis, taker.redis, taker.scripts, taker.keys, "shard-0", lease, Clock())
     found: list[Claimed] = []
     await rebuilt.pending([], found.extend)
-    assert {item.request.id: item.request.begun for item in found} == {"began": True, "waits": False}
+    assert {item.request.id: item.request.has_begun for item in found} == {"began": True, "waits": False}
 
 
 async def test_shard_that_is_led_again_keeps_its_requests(taker: Taker, shard_0: ScriptedScheduler) -> None:
@@ -336,15 +336,17 @@ async def test_request_with_tokens_is_given_to_equal_numerics_alone(taker: Taker
 
     giver.core.lose(0, 4)
     await giver.handover.settle_stranded({}, 4.0)
-    assert not giver.core.stranded(), "without any worker all wait"
+    assert not giver.core.stranded_requests(), "without any worker all wait"
     for equal in ("h float32 int8", ""):
         await giver.handover.settle_stranded({"shard-2": "h float32 none", "shard-3": equal}, 4.0)
-        assert not giver.core.stranded() and len(giver.entries) == 2, "the lost worker may be back before GIVE_S"
+        assert not giver.core.stranded_requests() and len(giver.entries) == 2, (
+            "the lost worker may be back before GIVE_S"
+        )
     await giver.handover.settle_stranded({"shard-2": "h float32 none"}, 5.0)
     assert await giver.handover.give({"shard-2": "h float32 none"}) == 0
-    assert giver.core.stranded() == dict.fromkeys(names, "h float32 int8"), "without a replica here, too"
+    assert giver.core.stranded_requests() == dict.fromkeys(names, "h float32 int8"), "without a replica here, too"
     giver.join("h float32 none")
-    assert giver.core.stranded() == dict.fromkeys(names, "h float32 int8")
+    assert giver.core.stranded_requests() == dict.fromkeys(names, "h float32 int8")
     await giver.handover.settle_stranded({"shard-2": "h float32 none"}, 6.0)
     assert not giver.ended and giver.entries.keys() == set(names)
     assert await giver.handover.give({"shard-2": "h float32 none", "shard-3": "h float32 int8"}, ["a"]) == 1

@@ -202,7 +202,7 @@ class Canonical:
         for enter in step.enters:
             name = its.slots[enter.slot] = int(enter.request.id[1:]), enter.choice
             blocks = [its.blocks[block] for block in enter.blocks.tolist()]
-            enters.append((name, enter.prompt_tokens, enter.computed, hash_of(enter.tokens.tobytes()), blocks))
+            enters.append((name, enter.prompt_tokens, enter.computed_tokens, hash_of(enter.tokens.tobytes()), blocks))
         appended = sorted(
             (its.slots[slot], i, block)
             for i, (slot, block) in enumerate(rows_of(step.append_slots, step.append_blocks))
@@ -220,18 +220,18 @@ class Canonical:
     def outcome(outcome: Outcome) -> tuple[Any, ...]:
         """Return the canonical form of what is published."""
         rows, at = [], 0
-        columns = rows_of(outcome.choices, outcome.first, outcome.counts, outcome.waits_ns, outcome.finish)
+        columns = rows_of(outcome.choices, outcome.first_indices, outcome.counts, outcome.waits_ns, outcome.finish)
         for i, (choice, first, count, wait, finish) in enumerate(columns):
             tokens, error = outcome.tokens[at : at + count].tolist(), outcome.errors.get(i, "")
             told = outcome.gateways[i], outcome.requests[i].id, choice, first, tokens, wait, finish, error
-            rows.append((*told, outcome.cached.get(i, 0)))
+            rows.append((*told, outcome.cached_tokens.get(i, 0)))
             at += count
         kept = [(name, choice, first, tokens.tolist()) for name, choice, first, tokens in outcome.checkpoints]
         ended = [
             (each.request.id, [tokens.tolist() for tokens in each.outputs], [int(f) for f in each.finish], each.error)
-            for each in outcome.ended
+            for each in outcome.ended_requests
         ]
-        return sorted(rows), sorted(kept), sorted(outcome.started), sorted(outcome.lost_peers), sorted(ended)
+        return sorted(rows), sorted(kept), sorted(outcome.started_ids), sorted(outcome.lost_peers), sorted(ended)
 
 
 def rows_of(*columns: np.ndarray) -> list[tuple[int, ...]]:

@@ -98,7 +98,7 @@ def test_prediction_counts_steps_in_flight_and_the_prompt() -> None:
     core = Scheduler("sarathi")
     core.join(Limits(8, 1000, 4, 4000, 512))
     model = core.replicas[0].model
-    model.observed, model.c0, model.c1, model.c2, model.c3 = 1, 4e6, 1e5, 0.0, 0.0  # 4 ms a step, 0.1 ms a token
+    model.observations, model.c0, model.c1, model.c2, model.c3 = 1, 4e6, 1e5, 0.0, 0.0  # 4 ms a step, 0.1 ms a token
     asks = NewRequest("a", [np.zeros(100, np.int32)], 4, arrived_ns=SECOND)
     assert core.first_tokens().wait_ns(asks, SECOND, 0, 0.0) == 14_000_000
     core.add(asks, SECOND)
@@ -116,7 +116,7 @@ def test_order_that_puts_late_requests_last_bounds_the_wait() -> None:
     core = Scheduler("orcinus")
     core.join(Limits(8, 1000, 4, 4000, 512))
     model = core.replicas[0].model
-    model.observed, model.c0, model.c1, model.c2, model.c3 = 1, 4e6, 1e5, 0.0, 0.0
+    model.observations, model.c0, model.c1, model.c2, model.c3 = 1, 4e6, 1e5, 0.0, 0.0
     for number in range(100):
         core.add(NewRequest(str(number), [np.zeros(100, np.int32)], 4, arrived_ns=SECOND), SECOND)
     asks = NewRequest("asks", [np.zeros(100, np.int32)], 4, arrived_ns=SECOND)

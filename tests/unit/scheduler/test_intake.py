@@ -261,7 +261,7 @@ def decoded(**changes: Any) -> NewRequest:
 
 def test_request_at_the_bounds_is_taken() -> None:
     assert decoded(sampling=Sampling(logprobs=21)).payload.sampling.logprobs == 21
-    assert decoded(sampling=Sampling(prompt_logprobs=21)).scored == [1]
+    assert decoded(sampling=Sampling(prompt_logprobs=21)).scored_tokens == [1]
     assert decoded(prediction=pack([0] * 8192)).prediction.size == 8192
     assert decoded(**POOLED).max_tokens == 1
 

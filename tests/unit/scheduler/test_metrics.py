@@ -100,7 +100,7 @@ def test_first_tokens_are_counted_at_once_and_steady_decode_in_groups() -> None:
                     requests=[NewRequest("a", [np.zeros(5, np.int32)], max_tokens=99)],
                     gateways=["g"],
                     choices=np.zeros(1, np.int32),
-                    first=np.array([index], np.int32),
+                    first_indices=np.array([index], np.int32),
                     counts=np.ones(1, np.int32),
                     tokens=np.ones(1, np.int32),
                     waits_ns=np.ones(1, np.int64),
@@ -165,19 +165,21 @@ def test_the_ring_holds_the_last_iterations_oldest_first() -> None:
 def one(request_id: str, first: int) -> Outcome:
     request = NewRequest(request_id, [np.array([1], np.int32)], 4)
     column = np.array([first], np.int32)
-    return Outcome(requests=[request], gateways=["g"], choices=column, first=column, counts=np.array([1], np.int32))
+    return Outcome(
+        requests=[request], gateways=["g"], choices=column, first_indices=column, counts=np.array([1], np.int32)
+    )
 
 
 def test_request_has_start_first_token_and_end_and_leaves_nothing() -> None:
     told: list[tuple[str, Timeline]] = []
     request_times = RequestTimes(lambda finished, life: told.append((finished.request.id, life)))
-    request_times.record(Outcome(started=["a", "b"]), 10)
+    request_times.record(Outcome(started_ids=["a", "b"]), 10)
     request_times.record(one("a", 0), 20)
     request_times.record(one("a", 0), 25)  # of its second choice
     request_times.record(one("a", 1), 30)
     request_times.record(one("other", 0), 30)  # its start was another scheduler's
     for request_id in ("a", "b", "other"):  # b has got no token
         request = NewRequest(request_id, [np.array([1], np.int32)], 4)
-        request_times.record(Outcome(ended=[FinishedRequest(request, [], [Finish.STOP])]), 40)
+        request_times.record(Outcome(ended_requests=[FinishedRequest(request, [], [Finish.STOP])]), 40)
     assert told == [("a", Timeline(10, 20, 40))]
     assert len(request_times) == 0

@@ -27,16 +27,16 @@ def outcome() -> Outcome:
         requests=rows,
         gateways=[row.gateway for row in rows],
         choices=np.array([0, 1, 0], np.int32),
-        first=np.array([3, 7, 0], np.int32),
+        first_indices=np.array([3, 7, 0], np.int32),
         counts=np.array([1, 0, 1], np.int32),
         tokens=np.array([11, 22], np.int32),
         waits_ns=np.array([2_000_000, -1, 40_000_000], np.int64),
         finish=np.array([Finish.RUNNING, Finish.CANCELLED, Finish.ERROR], np.uint8),
         errors={2: "it broke"},
-        cached={2: 4},
+        cached_tokens={2: 4},
         checkpoints=[("a", 0, 2, np.array([10, 11], np.int32))],
-        started=["c"],
-        ended=[FinishedRequest(rows[2], [np.array([22], np.int32)], [Finish.ERROR], "it broke")],
+        started_ids=["c"],
+        ended_requests=[FinishedRequest(rows[2], [np.array([22], np.int32)], [Finish.ERROR], "it broke")],
     )
 
 
@@ -55,7 +55,7 @@ def test_each_gateway_gets_one_entry_with_its_rows_alone() -> None:
 
 
 def test_an_outcome_without_rows_makes_no_entry() -> None:
-    assert batches(Outcome(started=["a"]), 1, 1) == []
+    assert batches(Outcome(started_ids=["a"]), 1, 1) == []
 
 
 def test_arguments_carry_checkpoints_finishes_starts_and_ends() -> None:
@@ -266,7 +266,7 @@ def test_one_class_leaves_room_for_the_others() -> None:
 def test_what_was_published_after_the_last_checkpoint_stands() -> None:
     new = request("a", "g1", n=2)
     new.outputs = [np.array([1, 2], np.int32), np.array([7], np.int32)]
-    new.finished = [Finish.RUNNING, Finish.STOP]
+    new.finishes = [Finish.RUNNING, Finish.STOP]
 
     def batch(rows: list[tuple[str, int, int, list[int]]]) -> queue_pb2.TokenBatch:
         return queue_pb2.TokenBatch(

@@ -66,7 +66,7 @@ def test_a_step_is_predicted_as_the_replica_is_now() -> None:
     for tokens in (1, 2, 60, 100, 200, 700, 1_000, 50) * 8:
         replica.model.observe(tokens, 0, 0.0, 5 * MS_NS + tokens * 10_000)
     for _ in range(3):
-        replica.add(known=10, limit=50)
+        replica.add(known_tokens=10, limit=50)
     made.measure(replica)
     assert made.step_ns == pytest.approx(5 * MS_NS + 3 * 10_000, rel=0.02)
     assert made.token_ns == pytest.approx(10_000, rel=0.02)
@@ -101,7 +101,7 @@ def test_waiting_sequences_leave_in_the_order_of_brute_force(seed: int) -> None:
         expected = sorted(
             sequences,
             key=lambda s: (
-                slack_of(s.record.request.deadline_ns, s.known, 0, s.prompt.size, 100, now, seen),
+                slack_of(s.record.request.deadline_ns, s.known_tokens, 0, s.prompt.size, 100, now, seen),
                 s.record.arrived_ns,
                 s.number,
             ),
@@ -120,7 +120,7 @@ def test_the_victim_is_that_of_brute_force(seed: int) -> None:
     order, relief, now = ByDeadline(made), Outranked(made), 50 * MS_NS
     for row in range(10):
         prompt, outputs, arrived = rng.randint(1, 60), rng.randint(0, 39), rng.randint(0, 3)
-        replica.add(known=prompt + outputs, limit=prompt + 100, prompt=prompt, arrived=arrived)
+        replica.add(known_tokens=prompt + outputs, limit=prompt + 100, prompt=prompt, arrival_ns=arrived)
         deadline = rng.choice((100, 600, 900)) * MS_NS
         replica.table.request[row] = NewRequest(str(row), [np.zeros(prompt, np.int32)], 100, deadline_ns=deadline)
         known = prompt + outputs

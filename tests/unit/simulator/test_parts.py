@@ -39,7 +39,7 @@ def observed(policy: str, prompts: list[int], outputs: list[int], **setup: int) 
 def refused(blocks: int, limit: int) -> tuple[Rows, ExactAimd]:
     """21 blocks of 4 are in use, and a sequence of `limit` tokens in the end was held back, or let in, once."""
     replica, memory = Rows(blocks=blocks), ExactAimd()
-    replica.add(known=84, limit=400)
+    replica.add(known_tokens=84, limit=400)
     assert bool(memory.admit(replica, entrants((4, limit)), PACE).size) is (blocks > 100)
     return replica, memory
 
@@ -62,7 +62,7 @@ def test_aimd_adds_100_while_the_need_exceeds_the_limit_and_subtracts_1000(
     replica.reserved = reserved
     found = []
     for count in preempted:
-        memory.stepped(replica, count)
+        memory.on_step(replica, count)
         found.append(memory.limit)
     assert found == limits
     assert bool(memory.admit(replica, entrants((4, 399)), PACE).size) is (memory.limit >= 720)
@@ -76,7 +76,7 @@ def test_token_budget_equals_the_formulas_from_a_mean_of_zero(seed: int) -> None
     rng = random.Random(seed)
     replica, part, mean = Rows(), TokenBudget(80 * MS_NS), 0.0
     for _ in range(30):
-        replica.add(known=10, limit=50)
+        replica.add(known_tokens=10, limit=50)
     for _ in range(60):
         decodes = replica.slots[: rng.randint(1, 30)]
         assert part.max_tokens(replica, 2_048) == 2_048
@@ -123,7 +123,7 @@ def test_margin_preempts_the_newest_until_enough_is_free(seed: int) -> None:
     replica, rows = Rows(blocks=200), []
     for row in range(rng.randint(1, 12)):
         arrived, known = rng.randint(0, 4), rng.randint(1, 60)
-        replica.add(known=known, limit=known + 50, arrived=arrived)
+        replica.add(known_tokens=known, limit=known + 50, arrival_ns=arrived)
         rows.append((arrived, row, -(-known // 4)))
     replica.draining = rng.choice((0, 3))
     margin = rng.choice((0, 30, 100, 150, 199))
@@ -138,7 +138,7 @@ def test_margin_preempts_the_newest_until_enough_is_free(seed: int) -> None:
 def test_margin_of_1_percent_is_rounded_up() -> None:
     replica = Rows(blocks=101)
     for known in (200, 200):  # 50 blocks each
-        replica.add(known=known, limit=300)
+        replica.add(known_tokens=known, limit=300)
     rows = replica.slots.astype(np.intp)
     assert Margin().early_victims(replica, rows, None, 0) == [1], "1 block is free, 2 are kept"
     assert Margin(1).early_victims(replica, rows, None, 0) == []
@@ -154,7 +154,7 @@ def least_free(policy: str) -> tuple[Run, int]:
     def observe(now_ns: int, core: Scheduler, plan: StepPlan) -> None:
         core.check()
         replica = core.replicas[0]
-        if replica.table.count > 1 and not plan.enters and not replica.table.pinned.any():
+        if replica.table.count > 1 and not plan.enters and not replica.table.is_pinned.any():
             free.append(replica.available + plan.append_blocks.size)
 
     rng = random.Random(5)

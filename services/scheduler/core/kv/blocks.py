@@ -35,7 +35,7 @@ class BlockPool:
         self._ring: Numbers = np.arange(blocks)
         self._head = 0
         self._drains: Mask = np.zeros(blocks, np.bool_)
-        self._reused: Mask = np.zeros(blocks, np.bool_)
+        self._is_reused: Mask = np.zeros(blocks, np.bool_)
         self._cold = _Cold(blocks if indexed else 0)
         self._index = Index(blocks if indexed else 0)
 
@@ -59,7 +59,7 @@ class BlockPool:
             self._evict(count - self.free)
         blocks = self._pop(count)
         self.refs[blocks] = 1
-        self._reused[blocks] = False
+        self._is_reused[blocks] = False
         return blocks.astype(np.int32)
 
     def share(self, blocks: Int32) -> None:
@@ -73,7 +73,7 @@ class BlockPool:
             if not self.cached or not self._cold.holds(cold):
                 raise ValueError("a block that is neither referenced nor cached cannot be shared")
             self.cached -= self._cold.remove(cold)
-        self._reused[numbers] = True
+        self._is_reused[numbers] = True
         np.add.at(self.refs, numbers, ONE)
 
     def give(self, blocks: Int32) -> None:
@@ -90,7 +90,7 @@ class BlockPool:
         self._drains[gone] = True
         self.draining += gone.size
 
-    def drained(self, blocks: Int32) -> None:
+    def end_drain(self, blocks: Int32) -> None:
         """Make `blocks` free or cached: their copies are acknowledged. Raise ValueError if one was not draining."""
         if not self._drains[blocks].all():
             raise ValueError("acknowledged a block that did not drain")
@@ -125,9 +125,9 @@ class BlockPool:
         """Remove referenced blocks from the index; their references stay."""
         self._index.forget(blocks.astype(np.intp))
 
-    def reused(self, blocks: Int32) -> Mask:
+    def is_reused(self, blocks: Int32) -> Mask:
         """Return [n] bool: whether the block was shared since it was taken."""
-        found: Mask = self._reused[blocks]
+        found: Mask = self._is_reused[blocks]
         return found
 
     def drains(self, blocks: Int32) -> Mask:
@@ -156,7 +156,7 @@ class BlockPool:
                 f"free {self.free} + cached {cold.size} + referenced {counted[1]} + draining {counted[2]} "
                 f"is not {self.total}"
             )
-        indexed = self._index.indexed
+        indexed = self._index.is_indexed
         if indexed.size and (indexed[free].any() or not indexed[cold].all()):
             raise RuntimeError("a free block is registered or a cached one is not")
         self._index.check()
@@ -186,7 +186,7 @@ class BlockPool:
     def _put(self, blocks: Numbers) -> None:
         """Make distinct blocks without references, in table order, cached or free."""
         if len(self._index):
-            registered = self._index.indexed[blocks]
+            registered = self._index.is_indexed[blocks]
             cold = blocks[registered]
             if cold.size:
                 self._cold.add(cold[::-1])

@@ -39,7 +39,7 @@ class Prefix:
     """KV of a sequence that left its slot before results had confirmed all of it."""
 
     blocks: Int32  # still referenced by the copy to the host
-    registered: int  # how many of the first blocks are registered
+    registered_blocks: int  # how many of the first blocks are registered
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class PendingPrefix:
 
     slot: int
     key: Key  # of the next block that is not registered
-    waiting: list[tuple[Sequence, int]] = field(default_factory=list)
+    waiters: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 class PrefixCache:
@@ -63,7 +63,7 @@ class PrefixCache:
         self._hasher = hasher
         self._size = table.block_size
         self._owners: dict[int, PendingPrefix] = {}  # slot -> the prefix that it computes
-        self._computing: dict[Key, PendingPrefix] = {}  # key of the block under computation -> that prefix
+        self._pending_prefixes: dict[Key, PendingPrefix] = {}  # key of the block under computation -> that prefix
 
     def chain(self, sequence: Sequence, tokens: Int32) -> Keys:
         """Return the keys of all full blocks of `tokens`, the first tokens of the sequence; keep them with it.
@@ -87,7 +87,7 @@ class PrefixCache:
         hits = []
         for sequence in sequences:
             tokens = sequence.tokens()
-            most = tokens.size if sequence.is_scored else sequence.scored
+            most = tokens.size if sequence.is_scored else sequence.scored_tokens
             keys = self.chain(sequence, tokens)[: (most - 1) // self._size]
             gpu, host = self._pool.match(keys), EMPTY
             if self._host.cached and gpu.size < len(keys):
@@ -101,9 +101,9 @@ class PrefixCache:
         blocks = self._pool.match_length(keys)
         return blocks + (self._host.match_length(keys[blocks:]) if self._host.cached else 0)
 
-    def computing(self, key: Key) -> Keys | None:
+    def pending_keys(self, key: Key) -> Keys | None:
         """Return the keys of the sequence that computes the block `key` now, or None."""
-        owner = self._computing.get(key)
+        owner = self._pending_prefixes.get(key)
         sequence: Sequence | None = self._table.sequence[owner.slot] if owner is not None else None
         return sequence.prefix.keys if sequence is not None else None
 
@@ -112,16 +112,16 @@ class PrefixCache:
         keys = sequence.prefix.keys
         return keys[blocks] if len(keys) - blocks >= LEAST_SHARED_BLOCKS else NO_KEY
 
-    def entered(self, slots: Rows, sequences: list[Sequence], hits: list[PrefixMatch]) -> None:
+    def on_enter(self, slots: Rows, sequences: list[Sequence], hits: list[PrefixMatch]) -> None:
         """Note that sequences took slots with `hits`; other sequences may wait for the blocks that follow."""
         table, size = self._table, self._size
         for slot, sequence, hit in zip(slots.tolist(), sequences, hits, strict=True):
             found = hit.size
-            table.registered[slot] = found
-            if found * size > table.filled.item(slot):
-                table.filled[slot] = found * size
+            table.registered_blocks[slot] = found
+            if found * size > table.filled_tokens.item(slot):
+                table.filled_tokens[slot] = found * size
             self.hit_tokens += found * size
-            self._own(slot, sequence, found)
+            self._claim(slot, sequence, found)
 
     def owner_of(self, sequence: Sequence, blocks: int) -> int:
         """Return the slot that computes the next LEAST_SHARED_BLOCKS of `sequence` after its first `blocks`, or -1.
@@ -130,10 +130,10 @@ class PrefixCache:
         already, or if `sequence` has waited for that block before or has log-probabilities of its prompt to tell.
         """
         key = self.next_key(sequence, blocks)
-        owner = self._computing.get(key) if key != sequence.prefix.waited_for else None
+        owner = self._pending_prefixes.get(key) if key != sequence.prefix.waited_for else None
         if owner is None or not sequence.is_scored:
             return -1
-        if self._table.priority[owner.slot] > sequence.priority or len(owner.waiting) >= MOST_ASIDE:
+        if self._table.priority[owner.slot] > sequence.priority or len(owner.waiters) >= MOST_ASIDE:
             return -1
         theirs = self._table.sequence[owner.slot].prefix.keys
         end = blocks + LEAST_SHARED_BLOCKS
@@ -141,19 +141,19 @@ class PrefixCache:
 
     def wait(self, sequence: Sequence, slot: int, until_ns: int) -> None:
         """Let `sequence` wait until `slot` has registered its next blocks, at most until `until_ns`."""
-        self._owners[slot].waiting.append((sequence, until_ns))
+        self._owners[slot].waiters.append((sequence, until_ns))
 
     def expire(self, now_ns: int) -> None:
         """Make sequences ready that have waited until their time."""
         for owner in self._owners.values():
-            if owner.waiting and any(until <= now_ns for _, until in owner.waiting):
-                late = [s for s, until in owner.waiting if until <= now_ns]
+            if owner.waiters and any(until <= now_ns for _, until in owner.waiters):
+                late = [s for s, until in owner.waiters if until <= now_ns]
                 for sequence in late:
                     sequence.prefix.waited_for = owner.key
                 self._release(late)
-                owner.waiting = [(s, until) for s, until in owner.waiting if until > now_ns]
+                owner.waiters = [(s, until) for s, until in owner.waiters if until > now_ns]
 
-    def filled(self, rows: list[tuple[int, int]]) -> None:
+    def register_rows(self, rows: list[tuple[int, int]]) -> None:
         """Register the blocks of rows, (slot, end) each, up to `end` tokens: a result has confirmed their KV."""
         self._register(rows)
         for slot, _ in rows:
@@ -162,57 +162,57 @@ class PrefixCache:
 
     def leaves(self, slot: int, sequence: Sequence) -> None:
         """Register the computed blocks of a sequence that is about to leave `slot`; make its waiters ready."""
-        self._register([(slot, self._table.computed(slot))])
+        self._register([(slot, self._table.computed_tokens(slot))])
         owner = self._owners.pop(slot, None)
         if owner is not None:
             self._disown(owner)
 
-    def confirmed(self, sequence: Sequence, prefix: Prefix, end: int) -> None:
+    def register_departed(self, sequence: Sequence, prefix: Prefix, end: int) -> None:
         """Register as filled() does, for a sequence that has left its slot with `prefix`."""
-        begin, stop = prefix.registered, end // self._size
+        begin, stop = prefix.registered_blocks, end // self._size
         if stop <= begin:
             return
         keys = self.chain(sequence, sequence.tokens()[: stop * self._size])
         self._pool.register(prefix.blocks[begin:stop], keys[begin:stop])
-        prefix.registered = stop
+        prefix.registered_blocks = stop
 
-    def awaited(self, slot: int) -> bool:
+    def is_awaited(self, slot: int) -> bool:
         """Return whether other sequences wait for a block that the sequence of `slot` computes."""
         owner = self._owners.get(slot)
-        return owner is not None and bool(owner.waiting)
+        return owner is not None and bool(owner.waiters)
 
     def _register(self, rows: list[tuple[int, int]]) -> None:
         """Register the full blocks of rows, (slot, end) each, up to `end` tokens, all of which have KV."""
         table, blocks, keys = self._table, [], []
         for slot, end in rows:
-            begin, stop = table.registered.item(slot), end // self._size
+            begin, stop = table.registered_blocks.item(slot), end // self._size
             if stop > begin:
                 blocks.append(table.blocks[slot, begin:stop])
                 keys += self.chain(table.sequence[slot], table.tokens[slot, : stop * self._size])[begin:stop]
-                table.registered[slot] = stop
+                table.registered_blocks[slot] = stop
         if blocks:
             self._pool.register(np.concatenate(blocks), keys)
 
-    def _own(self, slot: int, sequence: Sequence, blocks: int) -> None:
+    def _claim(self, slot: int, sequence: Sequence, blocks: int) -> None:
         """Note that `slot` computes what follows the first `blocks` of its sequence, if others may wait for that."""
         key = self.next_key(sequence, blocks)
-        if key and key not in self._computing:
-            self._owners[slot] = self._computing[key] = PendingPrefix(slot, key)
+        if key and key not in self._pending_prefixes:
+            self._owners[slot] = self._pending_prefixes[key] = PendingPrefix(slot, key)
 
     def _advance(self, owner: PendingPrefix) -> None:
         """After blocks were registered, make the waiting sequences ready and move the owner on to its next block."""
         slot = owner.slot
-        done = self._table.registered.item(slot)
+        done = self._table.registered_blocks.item(slot)
         sequence: Sequence = self._table.sequence[slot]
         if sequence.prefix.keys[done : done + 1] == [owner.key]:
             return
         del self._owners[slot]
         self._disown(owner)
-        self._own(slot, sequence, done)
+        self._claim(slot, sequence, done)
 
     def _disown(self, owner: PendingPrefix) -> None:
-        del self._computing[owner.key]
-        self._release([sequence for sequence, _ in owner.waiting])
+        del self._pending_prefixes[owner.key]
+        self._release([sequence for sequence, _ in owner.waiters])
 
     def _release(self, sequences: list[Sequence]) -> None:
         self.ready += [sequence for sequence in sequences if sequence.state is State.WAITING]

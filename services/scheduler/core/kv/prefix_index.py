@@ -54,7 +54,7 @@ class Index:
     """Key -> block, and for each block its key. At most one block per key."""
 
     def __init__(self, blocks: int) -> None:
-        self.indexed: Mask = np.zeros(blocks, np.bool_)
+        self.is_indexed: Mask = np.zeros(blocks, np.bool_)
         self._keys: npt.NDArray[np.object_] = np.full(blocks, NO_KEY, np.object_)  # by block; NO_KEY: not indexed
         self._block_of: dict[Key, int] = {}
 
@@ -66,7 +66,7 @@ class Index:
 
         hidden: [blocks] mask of blocks that must not be found; the prefix ends before the first of them.
         """
-        found = self._leading(keys)
+        found = self._leading_blocks(keys)
         if not found:
             return EMPTY
         blocks = np.array(found, np.int32)
@@ -77,7 +77,7 @@ class Index:
 
     def match_length(self, keys: Keys) -> int:
         """Return how many of the first keys are indexed."""
-        return len(self._leading(keys))
+        return len(self._leading_blocks(keys))
 
     def register(self, blocks: Numbers, keys: Keys) -> None:
         """Index `blocks` under `keys`, except blocks without a key or with one that is indexed already.
@@ -86,7 +86,7 @@ class Index:
         """
         if len(keys) != blocks.size:
             raise ValueError(f"{len(keys)} keys for {blocks.size} blocks")
-        if np.count_nonzero(self.indexed[blocks]):
+        if np.count_nonzero(self.is_indexed[blocks]):
             raise ValueError("a block is registered already")
         numbers = blocks.tolist()
         owners = list(map(self._block_of.setdefault, keys, numbers))
@@ -94,7 +94,7 @@ class Index:
             fresh = [i for i, block in enumerate(numbers) if keys[i] and owners[i] == block]
             blocks, keys = blocks[fresh], [keys[i] for i in fresh]
         self._keys[blocks] = keys
-        self.indexed[blocks] = True
+        self.is_indexed[blocks] = True
 
     def keys_of(self, blocks: Numbers) -> Keys:
         """Return the keys of [n] blocks; NO_KEY for a block that is not indexed."""
@@ -103,7 +103,7 @@ class Index:
 
     def forget(self, blocks: Numbers) -> None:
         """Remove distinct blocks from the index; ignore those that are not indexed."""
-        self.indexed[blocks] = False
+        self.is_indexed[blocks] = False
         for key in filter(None, self._keys[blocks].tolist()):
             del self._block_of[key]
         self._keys[blocks] = NO_KEY
@@ -111,10 +111,10 @@ class Index:
     def check(self) -> None:
         """Raise RuntimeError where keys and blocks contradict each other."""
         held = {key: block for block, key in enumerate(self._keys.tolist()) if key}
-        if held != self._block_of or sorted(held.values()) != np.flatnonzero(self.indexed).tolist():
+        if held != self._block_of or sorted(held.values()) != np.flatnonzero(self.is_indexed).tolist():
             raise RuntimeError(f"{len(self._block_of)} keys are indexed, {len(held)} blocks have one")
 
-    def _leading(self, keys: Keys) -> list[int]:
+    def _leading_blocks(self, keys: Keys) -> list[int]:
         """Return the blocks of the leading keys that are indexed."""
         found: list[int] = []
         if keys and keys[0] in self._block_of:  # of most prompts it is not: an exception takes longer

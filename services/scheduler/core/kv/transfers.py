@@ -34,10 +34,10 @@ class KVLoad:
     generation: int
     host: Int32
     gpu: Int32
-    shared: bool  # a cached prefix, which stays on the host; else the KV of a swapped sequence
-    left: int  # blocks not acknowledged yet
+    is_shared: bool  # a cached prefix, which stays on the host; else the KV of a swapped sequence
+    blocks_left: int  # blocks not acknowledged yet
     orphan: bool = False  # the sequence has left the row
-    saved: SavedKV | None = None  # the KV of a swapped sequence; None for a cached prefix
+    saved_kv: SavedKV | None = None  # the KV of a swapped sequence; None for a cached prefix
     peer: int = -1  # number of the replica with the host tier; -1 means this replica
     tier: BlockPool | None = None  # host tier of that peer; None if it is this replica's, or the peer is lost
 
@@ -65,24 +65,26 @@ class Transfers:
         self._pool = pool
         self._host = host
         self._table = table
-        self._kept: Counter[int] = Counter()  # block -> references that copies in flight hold
-        self._out: list[tuple[Int32, Int32]] = []  # GPU, host
-        self._in: list[tuple[Int32, Int32, int]] = []  # host, GPU, peer
+        self._block_refs: Counter[int] = Counter()  # block -> references that copies in flight hold
+        self._copies_out: list[tuple[Int32, Int32]] = []  # GPU, host
+        self._copies_in: list[tuple[Int32, Int32, int]] = []  # host, GPU, peer
         self._loads: deque[KVLoad] = deque()
-        self._loading: dict[int, KVLoad] = {}  # slot -> its load
-        self._arrived: dict[int, None] = {}  # slots with KV that has arrived and no step has entered yet, in order
+        self._pending_loads: dict[int, KVLoad] = {}  # slot -> its load
+        self._arrived_slots: dict[
+            int, None
+        ] = {}  # slots with KV that has arrived and no step has entered yet, in order
 
     @property
-    def pending(self) -> bool:
+    def has_copies(self) -> bool:
         """Whether the next step carries copies."""
-        return bool(self._out or self._in)
+        return bool(self._copies_out or self._copies_in)
 
     @property
-    def arrived(self) -> bool:
+    def has_arrivals(self) -> bool:
         """Whether the next step enters rows."""
-        return bool(self._arrived)
+        return bool(self._arrived_slots)
 
-    def out(self, blocks: Int32, stay: bool = False) -> Int32:
+    def copy_out(self, blocks: Int32, stay: bool = False) -> Int32:
         """Order the copy of `blocks` to host blocks, and return these. The caller's references pass to the copy.
 
         A block that other tables hold as well keeps this reference until the copy is acknowledged, so that it is not
@@ -91,13 +93,13 @@ class Transfers:
         host = self._host.take(blocks.size)
         alone = (self._pool.refs[blocks] == 1) & (not stay)
         self._pool.drain(blocks[alone])
-        self._kept.update(blocks[~alone].tolist())
+        self._block_refs.update(blocks[~alone].tolist())
         self._order_out(blocks, host)
         return host
 
-    def saved(self, sequence: Sequence) -> bool:
+    def is_saved(self, sequence: Sequence) -> bool:
         """Return whether all KV of a sequence swapped out here is in the host tier, for other processes to read."""
-        return sequence.saved is not None and self.copied_out >= sequence.saved.copied
+        return sequence.saved_kv is not None and self.copied_out >= sequence.saved_kv.copied_blocks
 
     def keep(self, blocks: Int32) -> None:
         """Order the copy of cached prefix blocks, which have no reference, to the host tier, and free them after it."""
@@ -110,7 +112,7 @@ class Transfers:
         self._order_out(blocks, host)
 
     def _order_out(self, blocks: Int32, host: Int32) -> None:
-        self._out.append((blocks, host))
+        self._copies_out.append((blocks, host))
         self.swapped_blocks += blocks.size
         self.queued_out += blocks.size
 
@@ -126,29 +128,29 @@ class Transfers:
         elif tier is None:
             self._host.drain(host)
         peer = source.number if source is not None else -1
-        self._in.append((host, gpu, peer))
+        self._copies_in.append((host, gpu, peer))
         generation = int(self._table.generation[slot])
-        load = KVLoad(slot, generation, host, gpu, saved is None, host.size, saved=saved, peer=peer, tier=tier)
+        load = KVLoad(slot, generation, host, gpu, saved is None, host.size, saved_kv=saved, peer=peer, tier=tier)
         self._loads.append(load)
-        self._loading[slot] = load
+        self._pending_loads[slot] = load
         self.swapped_blocks += host.size
 
     def loads(self, slot: int) -> bool:
         """Return whether the row of `slot` waits for KV, or for the step that enters it."""
-        return slot in self._loading or slot in self._arrived
+        return slot in self._pending_loads or slot in self._arrived_slots
 
     def awaits(self, slot: int) -> bool:
         """Return whether KV of the row of `slot` is in flight."""
-        return slot in self._loading
+        return slot in self._pending_loads
 
     def slots(self) -> list[int]:
         """Return the rows that wait for KV, or for the step that enters them."""
-        return [*self._loading, *self._arrived] if self._loading or self._arrived else []
+        return [*self._pending_loads, *self._arrived_slots] if self._pending_loads or self._arrived_slots else []
 
     def leaves(self, slot: int) -> Int32:
         """Return the blocks of `slot` into which a copy is still in flight, when its sequence leaves."""
-        self._arrived.pop(slot, None)
-        load = self._loading.pop(slot, None)
+        self._arrived_slots.pop(slot, None)
+        load = self._pending_loads.pop(slot, None)
         if load is None:
             return EMPTY
         load.orphan = True
@@ -156,7 +158,7 @@ class Transfers:
 
     def from_peer(self, slot: int) -> KVLoad | None:
         """Return the load from the host tier of another replica that the row of `slot` waits for."""
-        load = self._loading.get(slot)
+        load = self._pending_loads.get(slot)
         return load if load is not None and load.peer >= 0 else None
 
     def abandon(self, peer: int) -> list[int]:
@@ -168,7 +170,7 @@ class Transfers:
 
     def loading_from(self, peer: int) -> list[int]:
         """Return the slots that wait for loads from the host tier of a peer."""
-        return [slot for slot, load in self._loading.items() if load.peer == peer]
+        return [slot for slot, load in self._pending_loads.items() if load.peer == peer]
 
     def let_go(self) -> None:
         """Give back the blocks of peers' tiers of loads without a sequence, because this replica is lost."""
@@ -179,19 +181,19 @@ class Transfers:
 
     def held_of(self, tier: BlockPool) -> list[Int32]:
         """Return the blocks of `tier`, of this replica or a peer, that loads refer to."""
-        shared = [load.host for load in self._loads if load.shared and tier is self._host]
+        shared = [load.host for load in self._loads if load.is_shared and tier is self._host]
         return shared + [load.host for load in self._loads if load.tier is tier]
 
     def take_arrived(self) -> list[int]:
         """Return and forget the slots that the next step has to enter."""
-        slots = list(self._arrived)
-        self._arrived.clear()
+        slots = list(self._arrived_slots)
+        self._arrived_slots.clear()
         return slots
 
     def take_copies(self) -> Copies:
         """Return and forget the copies that the committed step carries."""
-        out, in_ = self._out or [(EMPTY, EMPTY)], self._in or [(EMPTY, EMPTY, -1)]
-        self._out, self._in = [], []
+        out, in_ = self._copies_out or [(EMPTY, EMPTY)], self._copies_in or [(EMPTY, EMPTY, -1)]
+        self._copies_out, self._copies_in = [], []
         peers = EMPTY
         if any(peer >= 0 for _, _, peer in in_):
             peers = np.repeat(np.array([peer for _, _, peer in in_], np.int32), [host.size for host, _, _ in in_])
@@ -203,7 +205,7 @@ class Transfers:
             peers,
         )
 
-    def acknowledged(self, out_gpu: Int32, in_host: Int32) -> list[KVLoad]:
+    def acknowledge(self, out_gpu: Int32, in_host: Int32) -> list[KVLoad]:
         """Complete copies that the worker has acknowledged: free drained blocks and return the loads that are complete.
 
         Raise ValueError for a copy that is not in flight.
@@ -211,9 +213,9 @@ class Transfers:
         if out_gpu.size:
             self._check_out(out_gpu)
             alone = self._pool.drains(out_gpu)
-            self._pool.drained(out_gpu[alone])
+            self._pool.end_drain(out_gpu[alone])
             self._give(out_gpu[~alone])
-            self._kept.subtract(out_gpu[~alone].tolist())
+            self._block_refs.subtract(out_gpu[~alone].tolist())
             self.copied_out += out_gpu.size
         done: list[KVLoad] = []
         at = 0
@@ -221,13 +223,13 @@ class Transfers:
             if not self._loads:
                 raise ValueError("acknowledged a copy that is not under way")
             load = self._loads[0]
-            count = min(load.left, in_host.size - at)
-            begin = load.host.size - load.left
+            count = min(load.blocks_left, in_host.size - at)
+            begin = load.host.size - load.blocks_left
             if not np.array_equal(in_host[at : at + count], load.host[begin : begin + count]):
                 raise ValueError("copies were acknowledged out of order")
-            load.left -= count
+            load.blocks_left -= count
             at += count
-            if not load.left:
+            if not load.blocks_left:
                 self._loads.popleft()
                 self._complete(load, done)
         return done
@@ -239,7 +241,7 @@ class Transfers:
         alone = self._pool.drains(blocks)
         counts = Counter(blocks.tolist())
         under_way = dict.fromkeys(blocks[alone].tolist(), 1)
-        if any(count > under_way.get(block, self._kept[block]) for block, count in counts.items()):
+        if any(count > under_way.get(block, self._block_refs[block]) for block, count in counts.items()):
             raise ValueError("acknowledged a copy that is not under way")
 
     def _give(self, blocks: Int32) -> None:
@@ -250,31 +252,31 @@ class Transfers:
         self._pool.give(blocks[first])
 
     def _complete(self, load: KVLoad, done: list[KVLoad]) -> None:
-        if load.shared:
+        if load.is_shared:
             self._host.give(load.host)
         elif load.peer < 0:
-            self._host.drained(load.host)
+            self._host.end_drain(load.host)
         elif load.tier is not None:
             load.tier.give(load.host)
         if load.orphan:
-            self._pool.drained(load.gpu)
+            self._pool.end_drain(load.gpu)
             return
-        del self._loading[load.slot]
-        self._arrived[load.slot] = None
+        del self._pending_loads[load.slot]
+        self._arrived_slots[load.slot] = None
         done.append(load)
 
     @property
-    def kept(self) -> Int32:
+    def referenced_blocks(self) -> Int32:
         """Blocks that are referenced by copies in flight, once for each reference."""
-        return np.fromiter(self._kept.elements(), np.int32)
+        return np.fromiter(self._block_refs.elements(), np.int32)
 
     def check(self) -> None:
         """Raise RuntimeError when rows and loads are inconsistent."""
-        for slot, load in self._loading.items():
+        for slot, load in self._pending_loads.items():
             if self._table.generation[slot] != load.generation or not self._table.active[slot]:
                 raise RuntimeError(f"slot {slot} waits for KV and holds another sequence")
-        if sum(not load.orphan for load in self._loads) != len(self._loading):
+        if sum(not load.orphan for load in self._loads) != len(self._pending_loads):
             raise RuntimeError("loads are counted wrongly")
-        for slot in self._arrived:
+        for slot in self._arrived_slots:
             if not self._table.active[slot]:
                 raise RuntimeError(f"slot {slot} is to be entered and holds no sequence")

@@ -35,8 +35,8 @@ class Adapters:
         """most: adapters that the worker holds at once."""
         self._free = list(range(most, 0, -1))  # numbers; 0 is the base model
         self._numbers: dict[bytes, int] = {}  # least recently used first
-        self._answered: set[bytes] = set()
-        self._refused: set[bytes] = set()  # of the answered ones: the worker could not load them
+        self._answered_digests: set[bytes] = set()
+        self._refused_digests: set[bytes] = set()  # of the answered ones: the worker could not load them
         self._refusals: dict[bytes, Refusal] = {}  # oldest first; also of adapters that have no number any more
         self._of_row: dict[int, bytes] = {}  # slot -> adapter, for rows that have one
         self._rows: Counter[bytes] = Counter()
@@ -44,11 +44,11 @@ class Adapters:
 
     def usable(self, digest: bytes) -> bool:
         """Return whether a sequence with this adapter may take a slot. With a refused one it does, and fails alone."""
-        return not digest or digest in self._answered
+        return not digest or digest in self._answered_digests
 
     def holds(self, digest: bytes) -> bool:
         """Return whether the worker has the adapter, or is about to have it."""
-        return not digest or (digest in self._numbers and digest not in self._refused)
+        return not digest or (digest in self._numbers and digest not in self._refused_digests)
 
     def refuses(self, digest: bytes) -> bool:
         """Return whether the worker could not load the adapter a short time ago."""
@@ -59,10 +59,10 @@ class Adapters:
         refusal = self._refusals.get(digest)
         return "" if refusal is None else refusal.reason
 
-    def failed(self, digest: bytes, reason: str) -> bool:
+    def on_failure(self, digest: bytes, reason: str) -> bool:
         """Note the error of a sequence with this adapter; return whether it tells first why that was refused."""
         refusal = self._refusals.get(digest)
-        if refusal is None or refusal.reason or digest not in self._refused:
+        if refusal is None or refusal.reason or digest not in self._refused_digests:
             return False
         refusal.reason = reason
         return True
@@ -95,7 +95,7 @@ class Adapters:
         if self.news or digest in self._numbers:
             return
         if not self._free:
-            idle = (held for held in self._numbers if held in self._answered and not self._rows[held])
+            idle = (held for held in self._numbers if held in self._answered_digests and not self._rows[held])
             oldest = next(idle, None)
             if oldest is None:
                 return
@@ -104,7 +104,7 @@ class Adapters:
         self._numbers[digest] = number
         self.news[number] = digest
 
-    def entered(self, slot: int, digest: bytes) -> None:
+    def on_enter(self, slot: int, digest: bytes) -> None:
         """Note that a sequence with this adapter, which must be usable, or with none, took a slot."""
         if not digest:
             return
@@ -112,7 +112,7 @@ class Adapters:
         self._rows[digest] += 1
         self._numbers[digest] = self._numbers.pop(digest)
 
-    def left(self, slot: int) -> None:
+    def on_leave(self, slot: int) -> None:
         """Note that the row of a slot was released."""
         digest = self._of_row.pop(slot, None)
         if digest is None:
@@ -120,7 +120,7 @@ class Adapters:
         self._rows[digest] -= 1
         if not self._rows[digest]:
             del self._rows[digest]
-            if digest in self._refused:
+            if digest in self._refused_digests:
                 self._forget(digest)
 
     def number(self, slot: int) -> int:
@@ -133,7 +133,7 @@ class Adapters:
         news, self.news = self.news, {}
         return news
 
-    def acknowledged(self, announced: News, numbers: Int32, now_ns: int) -> bool:
+    def acknowledge(self, announced: News, numbers: Int32, now_ns: int) -> bool:
         """Note which of the adapters that a step announced are loaded; return whether `refuses` has new answers.
 
         Raise ValueError for one that the step did not announce.
@@ -143,10 +143,10 @@ class Adapters:
             raise ValueError(f"adapter {min(loaded - announced.keys())} was acknowledged, and its step has none such")
         changed = False
         for number, digest in announced.items():
-            self._answered.add(digest)
+            self._answered_digests.add(digest)
             changed |= (self._refusals.pop(digest, None) is None) == (number not in loaded)
             if number not in loaded:
-                self._refused.add(digest)
+                self._refused_digests.add(digest)
                 self._refusals[digest] = Refusal(now_ns + RETRY_NS)
         while len(self._refusals) > MOST_REFUSALS:
             self._retry(next(iter(self._refusals)))
@@ -159,7 +159,7 @@ class Adapters:
             raise RuntimeError(f"numbers of adapters: {numbers}")
         if self._rows != Counter(self._of_row.values()):
             raise RuntimeError("rows of adapters are counted wrongly")
-        if not self._rows.keys() <= self._answered <= self._numbers.keys():
+        if not self._rows.keys() <= self._answered_digests <= self._numbers.keys():
             raise RuntimeError("a row has an adapter that is not loaded")
         if len(self._refusals) > MOST_REFUSALS:
             raise RuntimeError(f"{len(self._refusals)} refusals of adapters are remembered")
@@ -167,10 +167,10 @@ class Adapters:
     def _retry(self, digest: bytes) -> None:
         """Forget a refusal, so that the next sequence with the adapter announces it again."""
         del self._refusals[digest]
-        if digest in self._refused and not self._rows[digest]:
+        if digest in self._refused_digests and not self._rows[digest]:
             self._forget(digest)
 
     def _forget(self, digest: bytes) -> None:
         self._free.append(self._numbers.pop(digest))
-        self._answered.discard(digest)
-        self._refused.discard(digest)
+        self._answered_digests.discard(digest)
+        self._refused_digests.discard(digest)

@@ -29,9 +29,9 @@ def check(step: StepBuilder, sequence: Sequence) -> Verdict:
         if verdict is Verdict.OK:
             continue
         if isinstance(constraint, AdapterLoaded):
-            step.lacking.append(sequence.record.request.adapter)
+            step.missing_adapters.append(sequence.record.request.adapter)
         if verdict is Verdict.SKIP and not constraint.elsewhere:
-            if sequence.route.passed >= MAX_PASSED:
+            if sequence.route.passes >= MAX_PASSED:
                 if not isinstance(constraint, AdapterLoaded):
                     return Verdict.STOP
                 step.base_only = True
@@ -56,9 +56,9 @@ class Placement:
         self.elsewhere: frozenset[str] = frozenset()  # identities of other shards' workers; one empty: not known
         self.generation = 0  # number of the current set of replicas
         self.has_roles = False  # whether there are several replicas and any has a role
-        self.feeding: set[int] = set()  # prefill replicas with a host tier that another replica can read
-        self.fed: set[int] = set()  # replicas that can load what a prefill replica computed
-        self.confined: Mapping[str, Record] = {}  # requests in quarantine: they run on `dock` only
+        self.prefill_sources: set[int] = set()  # prefill replicas with a host tier that another replica can read
+        self.decode_targets: set[int] = set()  # replicas that can load what a prefill replica computed
+        self.quarantined_records: Mapping[str, Record] = {}  # requests in quarantine: they run on `dock` only
         self.dock = -1  # replica number; -1 means none, until a replica joins that fits or one is assigned
         self._quarantine = QuarantineRule(self)
         self._fits = Fits(self)
@@ -76,26 +76,26 @@ class Placement:
     @property
     def chooses(self) -> bool:
         """Whether placement has a choice: several replicas, or a quarantine."""
-        return len(self.alive) > 1 or bool(self.confined)
+        return len(self.alive) > 1 or bool(self.quarantined_records)
 
-    def changed(self, alive: list[Replica]) -> None:
+    def update(self, alive: list[Replica]) -> None:
         """Update the set of replicas, and the roles and host tiers that are known."""
         self.alive = alive
         self.generation += 1
         self.has_roles = len(alive) > 1 and any(replica.limits.role for replica in alive)
         prefill = [replica for replica in alive if replica.limits.role == PREFILL]
         others = [replica for replica in alive if replica.limits.role != PREFILL]
-        self.feeding = {owner.number for owner in prefill if any(feeds(owner, other) for other in others)}
-        self.fed = {other.number for other in others if any(feeds(owner, other) for owner in prefill)}
+        self.prefill_sources = {owner.number for owner in prefill if any(feeds(owner, other) for other in others)}
+        self.decode_targets = {other.number for other in others if any(feeds(owner, other) for owner in prefill)}
         if not any(replica.number == self.dock and self.confined_fitting(replica) for replica in alive):
             self.dock = -1  # the confined sequences that are left wait for a replica that fits them
         several = len(alive) > 1
         refusing = {
-            self._quarantine: bool(self.confined),
+            self._quarantine: bool(self.quarantined_records),
             self._fits: several,  # a sequence that does not fit the only one has ended already
             self._identity: True,
             self._adapter: several,
-            self._open: self._state.closed,
+            self._open: self._state.is_closed,
             self._readable: True,
             self._role: self.has_roles,
         }
@@ -103,7 +103,7 @@ class Placement:
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether a waiting sequence may enter `replica`, apart from the step and the price."""
-        return not sequence.unanswered and all(rule.allows(replica, sequence) for rule in self.rules)
+        return not sequence.unanswered_steps and all(rule.allows(replica, sequence) for rule in self.rules)
 
     def could(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether `replica` may run a sequence to its end, whatever its role."""
@@ -132,7 +132,7 @@ class Placement:
     def confined_fitting(self, replica: Replica) -> int:
         """Return how many of the confined sequences run on `replica` or fit it."""
         fitting = 0
-        for sequence in [s for record in self.confined.values() for s in record.sequences]:
+        for sequence in [s for record in self.quarantined_records.values() for s in record.sequences]:
             runs = sequence.state is State.RUNNING and sequence.replica == replica.number
             fits = self._identity.allows(replica, sequence) and self._fits.holds(replica, sequence)
             fitting += sequence.state is not State.ENDED and (runs or fits)
@@ -140,7 +140,7 @@ class Placement:
 
     def confined_waiting(self) -> bool:
         """Return whether a confined sequence waits."""
-        return any(s.state is State.WAITING for record in self.confined.values() for s in record.sequences)
+        return any(s.state is State.WAITING for record in self.quarantined_records.values() for s in record.sequences)
 
     def _runs(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether `replica` may run a sequence, whatever its adapter."""
@@ -169,7 +169,7 @@ class OwesStep(Constraint[StepBuilder]):
     elsewhere = True
 
     def check(self, step: StepBuilder, sequence: Sequence) -> Verdict:
-        if not sequence.unanswered:
+        if not sequence.unanswered_steps:
             return Verdict.OK
         return Verdict.STOP if sequence.replica == step.replica.number else Verdict.SKIP
 
@@ -218,9 +218,9 @@ class QuarantineRule(Rule):
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
         placement = self._placement
-        if not placement.confined:
+        if not placement.quarantined_records:
             return True
-        return (sequence.record.request.id in placement.confined) == (replica.number == placement.dock)
+        return (sequence.record.request.id in placement.quarantined_records) == (replica.number == placement.dock)
 
 
 class Fits(Rule):
@@ -281,7 +281,7 @@ class KVReadable(Rule):
         self._placement = placement
 
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
-        saved = sequence.saved
+        saved = sequence.saved_kv
         if saved is None or saved.replica == replica.number:
             return True
         source = replica.peers.source(sequence)
@@ -289,8 +289,8 @@ class KVReadable(Rule):
             keeper = next((other for other in self._placement.keepers if other.number == saved.replica), None)
             if keeper is not None and (keeper.is_keeping or replica.peers.expects(keeper.number)):
                 return False  # in a moment it can be loaded
-            return replica.available >= replica.blocks_for(sequence.known)
-        return source.transfers.saved(sequence)
+            return replica.available >= replica.blocks_for(sequence.known_tokens)
+        return source.transfers.is_saved(sequence)
 
 
 class Role(Rule):
@@ -329,7 +329,7 @@ def has_all_kv(sequence: Sequence) -> bool:
 
     Otherwise it was swapped out in the middle of its prompt, and a prefill replica goes on with it.
     """
-    return sequence.saved is not None and sequence.saved.is_all
+    return sequence.saved_kv is not None and sequence.saved_kv.is_all
 
 
 def feeds(prefill: Replica, replica: Replica) -> bool:

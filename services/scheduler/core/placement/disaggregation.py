@@ -32,27 +32,31 @@ class KVHandover:
         """
         readers = [r for r in self._placement.alive if replica is r.peers.readable.get(replica.number)]
         takers = [reader for reader in readers if reader.limits.role != PREFILL]
-        if not takers or self._state.closed:  # closed: no sequence may enter another replica
+        if not takers or self._state.is_closed:  # closed: no sequence may enter another replica
             return
         table, high, counters, host = replica.table, replica.table.high, self._state.counters, replica.host
-        ready = (table.known[:high] > table.entered[:high]) & (table.known[:high] < table.limit[:high])
+        ready = (table.known_tokens[:high] > table.entry_tokens[:high]) & (
+            table.known_tokens[:high] < table.limit[:high]
+        )
         ready &= table.phase[:high] == DECODING
-        first = table.known[:high] == table.entered[:high] + 1
-        ready &= (table.held[:high] <= host.free + host.cached) | first  # many rows decode here where the tier is full
+        first = table.known_tokens[:high] == table.entry_tokens[:high] + 1
+        ready &= (
+            table.held_blocks[:high] <= host.free + host.cached
+        ) | first  # many rows decode here where the tier is full
         slots = np.flatnonzero(ready)
-        for slot in slots[np.argsort(table.arrived[slots], kind="stable")].tolist():
+        for slot in slots[np.argsort(table.arrival_ns[slots], kind="stable")].tolist():
             sequence: Sequence = table.sequence[slot]
             if not replica.can_swap(slot):
                 counters.not_handed += int(first[slot] and self._goes_on(sequence, takers))
                 continue
-            if replica.prefix_cache is not None and replica.prefix_cache.awaited(slot):
+            if replica.prefix_cache is not None and replica.prefix_cache.is_awaited(slot):
                 continue
             if not self._goes_on(sequence, takers):
                 continue
-            counters.handed += 1
-            counters.handed_blocks += int(table.held[slot])
+            counters.handovers += 1
+            counters.handed_blocks += int(table.held_blocks[slot])
             replica.release(slot, KV.HAND_OVER)
-            replica.handed.append(sequence)
+            replica.handovers.append(sequence)
             self._state.waiting.requeue(sequence, now_ns, out, aside=True)
 
     def _goes_on(self, sequence: Sequence, takers: list[Replica]) -> bool:
@@ -72,12 +76,12 @@ class KVHandover:
 def requeue_handed_over(replica: Replica, waiting: WaitingQueue, now_ns: int) -> None:
     """Put handed-over sequences into the queue when their steps are answered and their copies are complete."""
     owing = []
-    for sequence in replica.handed:
-        if sequence.state is State.WAITING and (sequence.unanswered or not replica.transfers.saved(sequence)):
+    for sequence in replica.handovers:
+        if sequence.state is State.WAITING and (sequence.unanswered_steps or not replica.transfers.is_saved(sequence)):
             owing.append(sequence)
         else:
             waiting.put_back(sequence, now_ns)
-    replica.handed = owing
+    replica.handovers = owing
 
 
 def unreadable(replicas: Collection[Replica]) -> list[tuple[Replica, Replica, str]]:

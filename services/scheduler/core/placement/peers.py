@@ -56,20 +56,22 @@ class Peers(Generic[R]):
 
     def __init__(self) -> None:
         self.readable: dict[int, R] = {}
-        self._announced: dict[int, R] = {}  # all peers that were announced to the worker, or will be in the next step
-        self._refused: dict[int, R] = {}  # peers that the worker could not map, or that have begun another Run
+        self._announced_peers: dict[
+            int, R
+        ] = {}  # all peers that were announced to the worker, or will be in the next step
+        self._refused_peers: dict[int, R] = {}  # peers that the worker could not map, or that have begun another Run
         self.news: News[R] = {}  # for the next step; None means that the peer is lost
 
-    def joined(self, other: R) -> None:
+    def add(self, other: R) -> None:
         """Add `other` as a peer and announce it in the next step."""
-        self._announced[other.number] = other
+        self._announced_peers[other.number] = other
         self.news[other.number] = other
 
-    def lost(self, other: R) -> None:
+    def remove(self, other: R) -> None:
         """Remove `other` if it is a peer, and announce that in the next step."""
-        if self._announced.pop(other.number, None) is not None:
+        if self._announced_peers.pop(other.number, None) is not None:
             self.readable.pop(other.number, None)
-            self._refused.pop(other.number, None)
+            self._refused_peers.pop(other.number, None)
             self.news[other.number] = None
 
     def take_news(self) -> News[R]:
@@ -77,7 +79,7 @@ class Peers(Generic[R]):
         news, self.news = self.news, {}
         return news
 
-    def acknowledged(self, announced: News[R], numbers: Int32) -> bool:
+    def acknowledge(self, announced: News[R], numbers: Int32) -> bool:
         """Note which of the peers that a step announced the worker has mapped.
 
         announced: the news of that step. numbers: [n] peers that were mapped. A peer that was lost or replaced
@@ -85,8 +87,8 @@ class Peers(Generic[R]):
         """
         mapped, is_answered = set(numbers.tolist()), False
         for number, other in announced.items():
-            if other is not None and self._announced.get(number) is other:
-                (self.readable if number in mapped else self._refused)[number] = other
+            if other is not None and self._announced_peers.get(number) is other:
+                (self.readable if number in mapped else self._refused_peers)[number] = other
                 is_answered = True
         return is_answered
 
@@ -94,27 +96,27 @@ class Peers(Generic[R]):
         """Stop reading from a peer: another scheduler has begun a Run at its worker. Return it if it was readable."""
         other = self.readable.pop(number, None)
         if other is not None:
-            self._refused[number] = other
+            self._refused_peers[number] = other
         return other
 
     def may_read(self, other: R) -> bool:
         """Return whether `other` can be read, or is a peer that the worker has not answered for yet."""
-        return self._announced.get(other.number) is other and other.number not in self._refused
+        return self._announced_peers.get(other.number) is other and other.number not in self._refused_peers
 
     def expects(self, number: int) -> bool:
         """Return whether the worker has not answered yet for a peer with that number."""
-        return number in self._announced and number not in self.readable and number not in self._refused
+        return number in self._announced_peers and number not in self.readable and number not in self._refused_peers
 
     def knows(self, number: int) -> bool:
         """Return whether a peer with that number was announced."""
-        return number in self._announced
+        return number in self._announced_peers
 
     def source(self, sequence: Sequence) -> R | None:
         """Return the readable peer that holds the KV of a sequence in its host tier, or None.
 
         Its copies may still be under way.
         """
-        peer = self.readable.get(sequence.saved.replica) if sequence.saved is not None else None
+        peer = self.readable.get(sequence.saved_kv.replica) if sequence.saved_kv is not None else None
         return None if peer is None or peer.is_keeping else peer
 
 

@@ -45,7 +45,7 @@ class ReplicaLoad:
     """The work of one replica, valid while `made_of` is unchanged."""
 
     made_of: tuple[int, int, int]  # next step, roster of the table, steps in flight
-    running: int  # sequences
+    running_sequences: int  # sequences
     max_running: int  # sequences
     busy_ns: float  # time of the steps in flight and of the rest of the running prompts
     step_ns: float  # time of a decode step of the running sequences
@@ -66,10 +66,12 @@ class Router:
         self._state = state
         self._affinity = affinity
         self._loads: dict[int, ReplicaLoad] = {}
-        self._sent: dict[int, dict[Sequence, int]] = {}  # replica -> sequences routed there -> tokens to compute
-        self._starting: OrderedDict[Key, tuple[int, Keys]] = OrderedDict()  # next key -> replica, all keys
+        self._routed_tokens: dict[
+            int, dict[Sequence, int]
+        ] = {}  # replica -> sequences routed there -> tokens to compute
+        self._starting_prefixes: OrderedDict[Key, tuple[int, Keys]] = OrderedDict()  # next key -> replica, all keys
 
-    def joined(self, replica: Replica, alive: list[Replica]) -> None:
+    def add_replica(self, replica: Replica, alive: list[Replica]) -> None:
         """Add `replica`, one of the `alive` ones, and give it its constraints.
 
         It becomes the dock if one is needed, it fits a confined sequence, and no other replica fits more of them.
@@ -78,17 +80,17 @@ class Router:
         replica.constraints = [*placement.constraints, Price(self), AdapterLoaded()]
         for keeper in placement.keepers:
             if can_go_on(replica.limits, keeper.limits):
-                replica.peers.joined(keeper)
+                replica.peers.add(keeper)
         for other in alive:
             if other is not replica and can_read(replica.limits, other.limits):
-                replica.peers.joined(other)
+                replica.peers.add(other)
             if other is not replica and can_read(other.limits, replica.limits):
-                other.peers.joined(replica)
-        self.changed(alive)
+                other.peers.add(replica)
+        self.update_replicas(alive)
         best = max(map(placement.confined_fitting, alive))
         if placement.dock < 0 and placement.confined_fitting(replica) == best > 0:
             placement.dock = replica.number
-            self.changed(alive)
+            self.update_replicas(alive)
 
     def begin_keeping(self, replica: Replica) -> None:
         """Let no other replica read the host tier of one with a worker that leaves, until that is settled."""
@@ -100,19 +102,19 @@ class Router:
         replica.is_keeping = False
         for other in alive:
             if not other.peers.knows(replica.number) and can_go_on(other.limits, replica.limits):
-                other.peers.joined(replica)
+                other.peers.add(replica)
 
     def forget_keepers(self) -> None:
         """Forget host tiers of lost replicas that no sequence needs any more; their readers let them go."""
         for replica in [r for r in self.placement.keepers if not (r.is_keeping or r.host.referenced)]:
             self.placement.keepers.remove(replica)
             for other in self.placement.alive:
-                other.peers.lost(replica)
+                other.peers.remove(replica)
 
     def confine(self, records: Mapping[str, Record]) -> None:
         """Confine these requests to the dock (Scheduler.confine)."""
-        self.placement.confined = records
-        self.changed(self.placement.alive)
+        self.placement.quarantined_records = records
+        self.update_replicas(self.placement.alive)
 
     def assign_dock(self) -> Replica | None:
         """Make a replica the dock and return it: of those that fit most confined sequences, the one with fewest rows.
@@ -120,13 +122,13 @@ class Router:
         Return None if no dock is needed, there is one already, or no replica fits any confined sequence.
         """
         placement = self.placement
-        if not placement.confined or placement.dock >= 0 or not placement.alive:
+        if not placement.quarantined_records or placement.dock >= 0 or not placement.alive:
             return None
         chosen = max(placement.alive, key=lambda r: (placement.confined_fitting(r), -r.table.count))
         if not placement.confined_fitting(chosen):
             return None
         placement.dock = chosen.number
-        self.changed(placement.alive)
+        self.update_replicas(placement.alive)
         return chosen
 
     def evict(self, sequence: Sequence) -> None:
@@ -140,26 +142,26 @@ class Router:
 
         The policy is about to change, or has changed.
         """
-        self._state.closed = closed
-        self.changed(self.placement.alive)
+        self._state.is_closed = closed
+        self.update_replicas(self.placement.alive)
 
-    def changed(self, alive: list[Replica]) -> None:
+    def update_replicas(self, alive: list[Replica]) -> None:
         """Update the set of replicas and the host tiers that each can read. All earlier decisions become invalid.
 
         Call it too when a replica refuses an adapter, or may load it again.
         """
         placement = self.placement
-        placement.changed(alive)
+        placement.update(alive)
         self._loads.clear()
-        self._starting.clear()
-        self._sent = {replica.number: {} for replica in alive}
+        self._starting_prefixes.clear()
+        self._routed_tokens = {replica.number: {} for replica in alive}
         self._state.waiting.changes += 1
         self._state.waiting.split(placement.takers if placement.has_roles else None)
 
     def expire(self, now_ns: int) -> None:
         """Let replicas load adapters again that they refused a while ago."""
         if any([replica.adapters.expire(now_ns) for replica in self.placement.alive]):
-            self.changed(self.placement.alive)
+            self.update_replicas(self.placement.alive)
 
     def examine(self, sequence: Sequence) -> tuple[Finish, str]:
         """Return how a sequence has to end on the replicas there are, and why; RUNNING if it can go on.
@@ -171,7 +173,7 @@ class Router:
         reasons = [sequence.misfit(replica.limits) for replica in self.placement.alive]
         if reasons and all(reasons):
             return Finish.ERROR, reasons[0]
-        finish = sequence.verdict(self.placement.longest(sequence) if reasons else sequence.wanted)
+        finish = sequence.verdict(self.placement.longest(sequence) if reasons else sequence.max_total_tokens)
         if finish is Finish.RUNNING and (refusal := self.placement.refusal(sequence)):
             return Finish.ERROR, refusal
         return finish, ""
@@ -180,7 +182,7 @@ class Router:
     def for_prompts(self) -> list[Replica]:
         """The replicas that compute prompts."""
         placement = self.placement
-        return [r for r in placement.alive if r.limits.role != DECODE or r.number not in placement.fed]
+        return [r for r in placement.alive if r.limits.role != DECODE or r.number not in placement.decode_targets]
 
     def prefers(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether `replica` should take a sequence before the sequences behind it in the queue.
@@ -189,13 +191,13 @@ class Router:
         were preempted for it here.
         """
         offers = sequence.route.offers
-        if len(self.placement.alive) == 1 or sequence.route.passed >= MAX_PASSED or not offers:
+        if len(self.placement.alive) == 1 or sequence.route.passes >= MAX_PASSED or not offers:
             return True
         if sequence is replica.beneficiary:
             return True
         return offers.get(replica.number, NEVER) <= min(offers.values())
 
-    def since(self, replica: Replica, sequence: Sequence, now_ns: int) -> int:
+    def eligible_ns(self, replica: Replica, sequence: Sequence, now_ns: int) -> int:
         """Return the moment (ns) from which `replica` may take a sequence; NEVER if it may not.
 
         Decided at the first call, and again when the set of replicas has changed.
@@ -204,11 +206,11 @@ class Router:
             self._decide(sequence, now_ns)
         return sequence.route.offers.get(replica.number, NEVER)
 
-    def entered(self, sequences: list[Sequence]) -> None:
+    def on_enter(self, sequences: list[Sequence]) -> None:
         """Forget the decisions for sequences that have slots now."""
         for sequence in sequences:
             sequence.route.generation = -1
-            for sent in self._sent.values():
+            for sent in self._routed_tokens.values():
                 sent.pop(sequence, None)
 
     def _decide(self, sequence: Sequence, now_ns: int) -> None:
@@ -219,51 +221,51 @@ class Router:
         if not able:
             sequence.route.generation = -1  # decide again later: it owes a step, or no replica may run it
             return
-        hits = [self._hit(replica, sequence) for replica in able]
+        hits = [self._cached_tokens(replica, sequence) for replica in able]
         costs = [self._cost(replica, sequence, hit) for replica, hit in zip(able, hits, strict=True)]
         best = min(range(len(able)), key=costs.__getitem__)
-        if len(able) > 1 and self._overloaded(able[best]):
+        if len(able) > 1 and self._is_overloaded(able[best]):
             costs = [self._cost(replica, sequence, 0) for replica in able]
             best = min(range(len(able)), key=costs.__getitem__)
         for replica, cost in zip(able, costs, strict=True):
             sequence.route.offers[replica.number] = now_ns + int(cost - costs[best])
-        if sequence.swapped and any(self._saving(replica, sequence) for replica in placement.alive):
+        if sequence.is_swapped and any(self._is_saving(replica, sequence) for replica in placement.alive):
             sequence.route.generation = -1  # decide again when its copies are made and peers can read its KV
         self._send(able[best], sequence, hits[best])
 
     @staticmethod
-    def _saving(replica: Replica, sequence: Sequence) -> bool:
+    def _is_saving(replica: Replica, sequence: Sequence) -> bool:
         source = replica.peers.source(sequence)
-        return source is not None and not source.transfers.saved(sequence)
+        return source is not None and not source.transfers.is_saved(sequence)
 
     def _send(self, replica: Replica, sequence: Sequence, hit: int) -> None:
         """Record that a sequence is about to run on `replica`, for decisions that are made before it does."""
-        self._sent[replica.number][sequence] = max(sequence.known - hit, 1)
+        self._routed_tokens[replica.number][sequence] = max(sequence.known_tokens - hit, 1)
         done = hit // replica.limits.block_size
         if replica.prefix_cache is not None and len(sequence.prefix.keys) - done >= LEAST_KEYS:
-            self._starting[sequence.prefix.keys[done]] = (replica.number, sequence.prefix.keys)
-            if len(self._starting) > STARTING:
-                self._starting.popitem(last=False)
+            self._starting_prefixes[sequence.prefix.keys[done]] = (replica.number, sequence.prefix.keys)
+            if len(self._starting_prefixes) > STARTING:
+                self._starting_prefixes.popitem(last=False)
 
-    def _hit(self, replica: Replica, sequence: Sequence) -> int:
+    def _cached_tokens(self, replica: Replica, sequence: Sequence) -> int:
         """Return the tokens that need not be computed on `replica`.
 
         These are the cached ones, and those that another sequence computes there or was routed there to compute.
         """
         size = replica.limits.block_size
         if can_load(replica, sequence):
-            return sequence.computed
+            return sequence.computed_tokens
         if replica.prefix_cache is None or not self._affinity or not sequence.is_scored:
             return 0
         keys = sequence.prefix.keys
         blocks = replica.prefix_cache.match_length(keys)
         if len(keys) - blocks >= LEAST_KEYS:
-            computing = replica.prefix_cache.computing(keys[blocks])
-            number, starting = self._starting.get(keys[blocks], (-1, None))
+            computing = replica.prefix_cache.pending_keys(keys[blocks])
+            number, starting = self._starting_prefixes.get(keys[blocks], (-1, None))
             theirs = computing if computing is not None else starting if number == replica.number else None
             if theirs is not None:
                 blocks = max(blocks, sum(a == b for a, b in zip(theirs, keys, strict=False)))
-        return min(int(blocks * size * self._affinity), sequence.known - 1)
+        return min(int(blocks * size * self._affinity), sequence.known_tokens - 1)
 
     def _cost(self, replica: Replica, sequence: Sequence, hit: int) -> float:
         """Return the cost of running a sequence on `replica`, in ns.
@@ -273,10 +275,10 @@ class Router:
         """
         load, sent = self._load(replica), self._sent_to(replica)
         others = [tokens for other, tokens in sent.items() if other is not sequence]
-        ahead, rest = len(others), max(sequence.known - hit, 1)
-        crowd = load.running + ahead
+        ahead, rest = len(others), max(sequence.known_tokens - hit, 1)
+        crowd = load.running_sequences + ahead
         steps = min(sequence.record.request.max_tokens - sequence.outputs.size, DECODE_STEPS)
-        if replica.number in self.placement.feeding and not sequence.swapped:
+        if replica.number in self.placement.prefill_sources and not sequence.is_swapped:
             steps = 0  # another replica decodes it
         cost = load.busy_ns + sum(others) * load.token_ns
         cost += max(rest / load.chunk, 1.0) * load.step_ns
@@ -284,7 +286,7 @@ class Router:
         cost += steps * load.step_ns * (1 + CROWD * crowd / load.max_running)
         cost += steps * crowd * load.row_ns  # the time that the sequences there lose
         if can_load(replica, sequence):
-            cost += replica.swap_ns_per_block * (sequence.saved.blocks.size if sequence.saved is not None else 0)
+            cost += replica.swap_ns_per_block * (sequence.saved_kv.blocks.size if sequence.saved_kv is not None else 0)
         adapter = sequence.record.request.adapter
         if not replica.adapters.holds(adapter):
             cost += LOAD_NS
@@ -292,20 +294,20 @@ class Router:
         is_kept_out = replica.adapters.keeps_out(adapter)
         if lacking > 0 or replica.available < replica.blocks_for(rest) or is_kept_out:
             # An adapter's place is free when all sequences that have it have ended, a slot when one has.
-            cost += max(lacking, load.running if is_kept_out else 1, 1) * load.slot_ns
+            cost += max(lacking, load.running_sequences if is_kept_out else 1, 1) * load.slot_ns
         return cost
 
     def _sent_to(self, replica: Replica) -> dict[Sequence, int]:
         """Return the waiting sequences that were routed to `replica`, and the tokens that each has to compute."""
-        sent = self._sent[replica.number]
+        sent = self._routed_tokens[replica.number]
         for gone in [sequence for sequence in sent if sequence.state is not State.WAITING]:
             del sent[gone]
         return sent
 
-    def _overloaded(self, best: Replica) -> bool:
+    def _is_overloaded(self, best: Replica) -> bool:
         """Return whether one more sequence on `best` would exceed GUARD times the mean work and SLACK sequences."""
         work = {
-            r.number: (self._load(r).running + len(self._sent_to(r))) * self._load(r).share_ns
+            r.number: (self._load(r).running_sequences + len(self._sent_to(r))) * self._load(r).share_ns
             for r in self.placement.alive
         }
         mean = sum(work.values()) / len(work)
@@ -319,7 +321,7 @@ class Router:
         if load is not None and load.made_of == made_of:
             return load
         high, max_running = table.high, self._state.max_running(replica)
-        known, planned = table.known[:high], table.planned[:high]
+        known, planned = table.known_tokens[:high], table.planned_tokens[:high]
         owed = known - planned
         prompts = int(owed.sum(where=owed > 1))
         model = self._model(replica)
@@ -345,9 +347,9 @@ class Router:
         Until TIMED of its steps were timed, it counts as fast as the fastest of the others: its first steps say little,
         and a replica that seems slow would get no further sequences to show that it is not.
         """
-        if replica.model.observed >= TIMED:
+        if replica.model.observations >= TIMED:
             return replica.model
-        timed = (other.model for other in self.placement.alive if other.model.observed >= TIMED)
+        timed = (other.model for other in self.placement.alive if other.model.observations >= TIMED)
         return min(timed, key=lambda model: model.predict(1), default=UNSEEN)
 
 
@@ -363,6 +365,6 @@ class Price(Constraint[StepBuilder]):
         replica, router = step.replica, self._router
         if len(router.placement.alive) == 1 or sequence is replica.beneficiary:
             return Verdict.OK
-        if sequence.record.request.id in router.placement.confined:
+        if sequence.record.request.id in router.placement.quarantined_records:
             return Verdict.OK
-        return Verdict.OK if step.now_ns >= router.since(replica, sequence, step.now_ns) else Verdict.SKIP
+        return Verdict.OK if step.now_ns >= router.eligible_ns(replica, sequence, step.now_ns) else Verdict.SKIP

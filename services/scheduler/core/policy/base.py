@@ -95,7 +95,7 @@ class Order(ABC):
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
         """Return running `rows` [n] in this order."""
 
-    def passed(self, table: SlotTable, rows: Rows, head: Sequence, now_ns: int) -> Bool:
+    def find_overtaken(self, table: SlotTable, rows: Rows, head: Sequence, now_ns: int) -> Bool:
         """Return which of the running prompts `rows` [n] the waiting `head` goes before; none by default.
 
         The blocks of a running prompt are held already, so an order needs a reason to let it wait.
@@ -109,7 +109,7 @@ class Order(ABC):
         """
         return 0
 
-    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
+    def count_served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         """Count the tokens [n] that a step gives to interned tenants [n] in classes [n]."""
         return
 
@@ -126,10 +126,10 @@ class Order(ABC):
 class Candidates:
     """The first waiting sequences, in order: [n] columns."""
 
-    known: Int64  # known tokens: prompt and outputs
+    known_tokens: Int64  # known tokens: prompt and outputs
     limit: Int64  # most tokens that ever have KV: prompt and largest output, less the last token
-    cached: Int64  # tokens with KV already
-    shared: Int64  # blocks of `cached` that a running sequence holds: they cost no memory
+    cached_tokens: Int64  # tokens with KV already
+    shared_blocks: Int64  # blocks of `cached_tokens` that a running sequence holds: they cost no memory
     prompt: Int64  # tokens of the prompt; known - prompt are outputs from before
 
 
@@ -156,11 +156,11 @@ class Memory(ABC):
         """Return this part for a further replica. It shares what was learned of requests, not what was of memory."""
         return self
 
-    def stepped(self, replica: ReplicaView, preempted: int) -> None:
+    def on_step(self, replica: ReplicaView, preempted: int) -> None:
         """Note that a step was planned and that `preempted` sequences were preempted for it."""
         return
 
-    def finished(self, prompt: int, output: int, limit: int) -> None:
+    def on_finish(self, prompt: int, output: int, limit: int) -> None:
         """Note that a sequence ended by itself with `output` of at most `limit` output tokens."""
         return
 
@@ -205,7 +205,7 @@ class Budget(ABC):
         """Return this part for a further replica."""
         return self
 
-    def stepped(self, replica: ReplicaView, decodes: int, tokens: int, entered: int) -> None:
+    def on_step(self, replica: ReplicaView, decodes: int, tokens: int, entered: int) -> None:
         """Note a planned step. tokens: in all; decodes: sequences that decode; entered: sequences that enter."""
         return
 
@@ -213,7 +213,7 @@ class Budget(ABC):
 class Batching(ABC):
     """Which sequences share an iteration."""
 
-    padded: bool = False  # the engine pads all sequences of a batch to the longest (for the simulator)
+    is_padded: bool = False  # the engine pads all sequences of a batch to the longest (for the simulator)
     at_end: bool = False  # a batch is delivered when its last sequence has ended (for the simulator)
 
     def max_running(self, limit: int) -> int:
@@ -231,7 +231,7 @@ class Batching(ABC):
         """
         return waiting
 
-    def joined(self, replica: ReplicaView, sequences: int) -> None:
+    def on_enter(self, replica: ReplicaView, sequences: int) -> None:
         """Note that `sequences` sequences enter in this step."""
         return
 

@@ -23,7 +23,7 @@ class WholePrefill(Batching):
         return min(limit, self._slots or limit)
 
     def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
-        return whole(rest, left, first)
+        return whole_lengths(rest, left, first)
 
 
 class Static(Batching):
@@ -37,7 +37,7 @@ class Static(Batching):
     at_end = True
 
     def __init__(self, max_bs: int = 32, delay_ns: int = 0, padded: bool = True) -> None:
-        self.padded = padded
+        self.is_padded = padded
         self._max_bs = max_bs
         self._delay_ns = delay_ns
         self._open: dict[int, int] = {}  # replica -> sequences of its batch that have not entered yet
@@ -52,11 +52,11 @@ class Static(Batching):
             self._open[replica.number] = min(size, waiting) if ready else 0
         return min(self._open.get(replica.number, 0), waiting)
 
-    def joined(self, replica: ReplicaView, sequences: int) -> None:
+    def on_enter(self, replica: ReplicaView, sequences: int) -> None:
         self._open[replica.number] -= sequences
 
     def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
-        return whole(rest, left, first)
+        return whole_lengths(rest, left, first)
 
 
 class Chunked(Batching):
@@ -73,7 +73,7 @@ class Chunked(Batching):
         prompt, by 3 after twice as many, and so on, because a chunk's attention reads all tokens before it; 0 means
         never. slots: most sequences that run; 0 means no limit but the caller's.
         """
-        self._multiple, self._most, self._least, self._depth, self._slots = multiple, most, least, depth, slots
+        self._multiple, self._max_chunk, self._min_chunk, self._depth, self._slots = multiple, most, least, depth, slots
 
     def max_running(self, limit: int) -> int:
         return min(limit, self._slots or limit)
@@ -82,13 +82,13 @@ class Chunked(Batching):
         return max(-(-min(sequences, max_running) // microbatches), 1)
 
     def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
-        if alone and left < max(self._least, self._multiple):  # else a small budget would keep prompts out for ever
+        if alone and left < max(self._min_chunk, self._multiple):  # else a small budget would keep prompts out for ever
             return np.minimum(rest[:1], left)
-        if left < max(self._least, 1):
+        if left < max(self._min_chunk, 1):
             return rest[:0]
         wanted, size = rest, self._multiple
-        if self._most or self._depth:
-            longest = np.full(rest.size, self._most or left, np.int64)
+        if self._max_chunk or self._depth:
+            longest = np.full(rest.size, self._max_chunk or left, np.int64)
             if self._depth:
                 longest = longest * self._depth // (self._depth + before)
             wanted = np.minimum(rest, np.maximum(longest, size))
@@ -106,7 +106,7 @@ class Chunked(Batching):
         return lengths
 
 
-def whole(rest: Int64, left: int, first: bool) -> Int64:
+def whole_lengths(rest: Int64, left: int, first: bool) -> Int64:
     """Return [k] lengths of the first prompts that fit whole in `left` tokens.
 
     Where none fits, the first prompt of a step (`first`) is cut to `left`.

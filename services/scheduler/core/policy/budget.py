@@ -57,7 +57,7 @@ class EmaBudget(Budget):
 
     def __init__(self, tbt_ns: int = TBT_NS) -> None:
         self._tbt_ns = tbt_ns
-        self._starved = Starved()
+        self._starvation = Starvation()
 
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
@@ -71,7 +71,7 @@ class EmaBudget(Budget):
             return most
         limit_ns = tightest(replica, decodes) or self._tbt_ns
         prompts = replica.token_time.budget(limit_ns, most, count, ALIGN)
-        return min(count + self._starved.feed(prompts), most)
+        return min(count + self._starvation.feed(prompts), most)
 
     def for_replica(self) -> EmaBudget:
         return EmaBudget(self._tbt_ns)
@@ -117,7 +117,7 @@ class ModelBudget(Budget):
         self._tbt_ns = tbt_ns
         self._presence = Presence()
         self._steps_of_low = LATELY  # in a row without a better class
-        self._starved = Starved()
+        self._starvation = Starvation()
 
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
@@ -136,29 +136,29 @@ class ModelBudget(Budget):
         self._presence.prompts = prompts
         if not count and replica.limits.role != PREFILL:
             return most
-        if replica.model.observed < 16:
+        if replica.model.observations < 16:
             return min(max(FIRST_TOKENS, count), most)
         rest = waiting_tokens
         if computed:
-            planned = table.planned[: table.high][prefilling]
+            planned = table.planned_tokens[: table.high][prefilling]
             depth = max(depth, int(planned.max()))
-            rest += int((table.known[: table.high][prefilling] - planned).sum())
+            rest += int((table.known_tokens[: table.high][prefilling] - planned).sum())
         if not count:
             default_ns = self._tbt_ns or TBT_NS
             limits = table.tbt_slo_ns[: table.high]
             target_ns = int(np.where(limits > 0, limits, default_ns).min(initial=default_ns)) // 2
             # When all steps were of one size the model cannot tell the time of one token, but the mean can.
-            by_mean = replica.token_time.budget(replica.model.kept(target_ns), most, 0, ALIGN)
+            by_mean = replica.token_time.budget(replica.model.target_ns(target_ns), most, 0, ALIGN)
             return min(max(min(self._fits(replica, target_ns, 0, 0, depth), by_mean), ALIGN), most)
-        context, others = int(table.planned[table.rows(decodes)].sum()), decodes
+        context, others = int(table.planned_tokens[table.rows(decodes)].sum()), decodes
         if low_yields:
             others = decodes[table.priority[decodes] < Priority.LOW]
         share = (prompts / max(prompts + others.size, 1) + TTFT_WEIGHT) / (1.0 + TTFT_WEIGHT)
-        tokens = max(replica.model.balanced(share, count, context, depth), ALIGN)
+        tokens = max(replica.model.balanced_tokens(share, count, context, depth), ALIGN)
         if rest > tokens:
             tokens = self._fewer_steps(replica, rest, tokens, prompts, others.size, count, context)
         if low_yields or (table.low_rows and self._steps_of_low < LATELY):
-            low_ns = LOW_TIMES * replica.model.predict(others.size, int(table.planned[others].sum()))
+            low_ns = LOW_TIMES * replica.model.predict(others.size, int(table.planned_tokens[others].sum()))
             low_tokens = replica.model.largest(low_ns, count, context, depth)
             tokens = min(tokens, max(rest, low_tokens) if low_yields else max(low_tokens, ALIGN))
         if self._tbt_ns:
@@ -166,16 +166,16 @@ class ModelBudget(Budget):
         if strict_ns := tightest(replica, decodes):
             trusted = max(replica.model.trusted_tokens - count, ALIGN)
             tokens = min(tokens, trusted, self._fits(replica, strict_ns, count, context, depth))
-        return min(count + self._starved.feed(tokens), most)
+        return min(count + self._starvation.feed(tokens), most)
 
-    def stepped(self, replica: ReplicaView, decodes: int, tokens: int, entered: int) -> None:
+    def on_step(self, replica: ReplicaView, decodes: int, tokens: int, entered: int) -> None:
         self._presence.add(replica.model.predict(tokens), decodes, entered)
         self._steps_of_low = 0 if replica.table.low_yields else self._steps_of_low + 1
 
     def low_decodes(self, replica: ReplicaView, others: Rows, low: Rows) -> int:
         """Let the decodes of class low take at most as long as those of better classes do alone."""
-        model, planned = replica.model, replica.table.planned
-        if not others.size or not low.size or model.observed < 16:
+        model, planned = replica.model, replica.table.planned_tokens
+        if not others.size or not low.size or model.observations < 16:
             return low.size
         context, mean_context = int(planned[others].sum()), float(planned[low].mean())
         most_ns = LOW_TIMES * model.predict(others.size, context)
@@ -203,7 +203,7 @@ class ModelBudget(Budget):
         model = replica.model
         rest_ns = rest / tokens * model.predict(decodes + tokens, context)
         weight, per_ns = self._presence.weights(rest_ns, prompts, delayed)
-        if self._presence.crowded:
+        if self._presence.is_crowded:
             return tokens
         without_ns = model.predict(decodes, context)
 
@@ -228,7 +228,7 @@ class ModelBudget(Budget):
 
         decodes: how many. context: sum of their context lengths. depth: tokens before the prompt's chunk.
         """
-        return replica.model.largest(replica.model.kept(limit_ns), decodes, context, depth)
+        return replica.model.largest(replica.model.target_ns(limit_ns), decodes, context, depth)
 
 
 class Presence:
@@ -236,7 +236,7 @@ class Presence:
 
     def __init__(self) -> None:
         self.prompts = 0  # that wait or are computed in the step that is planned
-        self._ns = self._prompts_ns = self._decodes_ns = self._entered = 0.0
+        self._ns = self._prompts_ns = self._decodes_ns = self._entries = 0.0
 
     def add(self, step_ns: float, decodes: int, entered: int) -> None:
         """Count a step: its predicted time, its decodes, and the requests that enter."""
@@ -244,11 +244,11 @@ class Presence:
         self._ns = keep * self._ns + step_ns
         self._prompts_ns = keep * self._prompts_ns + self.prompts * step_ns
         self._decodes_ns = keep * self._decodes_ns + decodes * step_ns
-        self._entered = keep * self._entered + entered
+        self._entries = keep * self._entries + entered
         self.prompts = 0
 
     @property
-    def crowded(self) -> bool:
+    def is_crowded(self) -> bool:
         """Whether on average a prompt or more waits or is computed: prompts are in nearly all steps."""
         return self._prompts_ns >= self._ns
 
@@ -261,10 +261,10 @@ class Presence:
         """
         prompts_ns = max(self._prompts_ns + rest_ns * (prompts + 1) / 2, 1.0)  # a poor fit may say that steps are free
         ratio = 1.0 + (self._decodes_ns + rest_ns * decodes) / prompts_ns
-        return 1.0 + TTFT_WEIGHT * ratio, self._entered / self._ns if self._ns else 0.0
+        return 1.0 + TTFT_WEIGHT * ratio, self._entries / self._ns if self._ns else 0.0
 
 
-class Starved:
+class Starvation:
     """Gives prompts 64 tokens after 16 steps in a row in which a bound left them none.
 
     A limit that cannot be met would otherwise keep prompts out for ever.
@@ -293,7 +293,7 @@ def at_most(replica: ReplicaView, tokens: int) -> int:
 def tightest(replica: ReplicaView, decodes: Rows) -> int:
     """Return the least TBT limit (ns) of the rows `decodes`; 0 if none has one."""
     table = replica.table
-    if not table.limited:
+    if not table.tbt_rows:
         return 0
     limits = table.tbt_slo_ns[table.rows(decodes)]
     given = limits[limits > 0]

@@ -35,62 +35,64 @@ class Counters:
     def __init__(self, waiting: Callable[[], list[int]]) -> None:
         """waiting: return the tenants that have a waiting sequence."""
         self.counter: Int64 = np.zeros(16, np.int64)  # by tenant, tokens
-        self._seen: Int64 = np.full(16, -ABSENT - 1, np.int64)  # by tenant, last step at which it was served or waited
+        self._last_steps: Int64 = np.full(
+            16, -ABSENT - 1, np.int64
+        )  # by tenant, last step at which it was served or waited
         self._step = 0
         self._waiting = waiting
-        self._taken: dict[Sequence, int] = {}  # popped since the last step -> tokens charged
-        self._charged: dict[int, int] = {}  # tenant -> sum of these tokens
+        self._popped_tokens: dict[Sequence, int] = {}  # popped since the last step -> tokens charged
+        self._charged_tokens: dict[int, int] = {}  # tenant -> sum of these tokens
 
-    def used(self, tenant: int) -> int:
+    def used_tokens(self, tenant: int) -> int:
         """Return the tokens that a tenant was served and is charged."""
-        return int(self.counter[tenant]) + self._charged.get(tenant, 0)
+        return int(self.counter[tenant]) + self._charged_tokens.get(tenant, 0)
 
     def charge(self, sequence: Sequence) -> None:
         """Charge a popped sequence its known tokens."""
         tenant = sequence.record.tenant
-        self._taken[sequence] = sequence.known
-        self._charged[tenant] = self._charged.get(tenant, 0) + sequence.known
+        self._popped_tokens[sequence] = sequence.known_tokens
+        self._charged_tokens[tenant] = self._charged_tokens.get(tenant, 0) + sequence.known_tokens
 
     def refund(self, sequence: Sequence) -> bool:
         """Take back the charge of a sequence that waits again. Return whether it had one."""
-        if sequence not in self._taken:
+        if sequence not in self._popped_tokens:
             return False
-        self._charged[sequence.record.tenant] -= self._taken.pop(sequence)
+        self._charged_tokens[sequence.record.tenant] -= self._popped_tokens.pop(sequence)
         return True
 
     def settle(self) -> list[int]:
         """Drop the charges, once the tokens of the planned step are counted. Return the tenants that had one."""
-        charged = list(self._charged)
-        self._charged.clear()
-        self._taken.clear()
+        charged = list(self._charged_tokens)
+        self._charged_tokens.clear()
+        self._popped_tokens.clear()
         return charged
 
-    def served(self, tenants: Int32 | Int64, tokens: Int32) -> None:
+    def count_served(self, tenants: Int32 | Int64, tokens: Int32) -> None:
         """Count the tokens [n] that a step gives to tenants [n]; a tenant may appear several times."""
         self._step += 1
         if tenants.size:
             self.grow_to(int(tenants.max()))
             np.add.at(self.counter, tenants, tokens)
-            self._seen[tenants] = self._step
+            self._last_steps[tenants] = self._step
 
-    def arrived(self, tenant: int) -> None:
+    def on_arrival(self, tenant: int) -> None:
         """Note that a tenant has its first waiting sequence."""
         self.grow_to(tenant)
-        if self._step - self._seen[tenant] > ABSENT:
-            here = self._step - self._seen <= ABSENT
+        if self._step - self._last_steps[tenant] > ABSENT:
+            here = self._step - self._last_steps <= ABSENT
             here[self._waiting()] = True
             here[tenant] = False
             self.counter[tenant] = self.counter[here].min() if here.any() else 0
-        self._seen[tenant] = self._step
+        self._last_steps[tenant] = self._step
 
-    def left(self, tenant: int) -> None:
+    def on_leave(self, tenant: int) -> None:
         """Note that a sequence of a tenant does not wait any more."""
-        self._seen[tenant] = self._step
+        self._last_steps[tenant] = self._step
 
     def grow_to(self, tenant: int) -> None:
         """Grow the columns until they have an entry for this tenant."""
         while tenant >= self.counter.size:
-            self._seen = np.append(self._seen, np.full(self._seen.size, -ABSENT - 1))
+            self._last_steps = np.append(self._last_steps, np.full(self._last_steps.size, -ABSENT - 1))
             self.counter = np.append(self.counter, np.zeros_like(self.counter))
 
 
@@ -101,7 +103,7 @@ class Fair(Order):
     """Serve the tenant with the least counter, whatever the class; inside a tenant by arrival."""
 
     def __init__(self) -> None:
-        self.counters = Counters(lambda: self._queue.waiting())
+        self.counters = Counters(lambda: self._queue.waiting_tenants())
         self._queue = FairQueue(self.counters)
 
     @property
@@ -117,10 +119,10 @@ class Fair(Order):
         tenants = table.tenant[rows]
         if rows.size:
             self.counters.grow_to(int(tenants.max()))
-        return rows[np.lexsort((table.number[rows], table.arrived[rows], self.counters.counter[tenants]))]
+        return rows[np.lexsort((table.number[rows], table.arrival_ns[rows], self.counters.counter[tenants]))]
 
-    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
-        self.counters.served(tenants, tokens)
+    def count_served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
+        self.counters.count_served(tenants, tokens)
         self._queue.settle()
 
 
@@ -136,7 +138,7 @@ class FairQueue:
         for heap in self._tenants.values():
             yield from heap
 
-    def waiting(self) -> list[int]:
+    def waiting_tenants(self) -> list[int]:
         """Return the tenants that have a waiting sequence."""
         return list(self._tenants)
 
@@ -144,7 +146,7 @@ class FairQueue:
         tenant = sequence.record.tenant
         self._counters.refund(sequence)
         if tenant not in self._tenants:
-            self._counters.arrived(tenant)
+            self._counters.on_arrival(tenant)
             self._tenants[tenant] = Heap()
         self._tenants[tenant].push(sequence, arrival(sequence))
         self._note(tenant)
@@ -153,7 +155,7 @@ class FairQueue:
         while self._ranks:
             rank, tenant = self._ranks[0]
             if (now := self._rank(tenant)) == rank:
-                return self._tenants[tenant].first()
+                return self._tenants[tenant].peek()
             if now is not None and now > rank:
                 heapq.heapreplace(self._ranks, (now, tenant))
             else:  # the tenant has left, or its rank fell; a smaller rank was pushed when it arose (_note)
@@ -168,7 +170,7 @@ class FairQueue:
         tenant = sequence.record.tenant
         heap = self._tenants.get(tenant)
         if heap is not None and heap.remove(sequence):
-            self._counters.left(tenant)
+            self._counters.on_leave(tenant)
             if not len(heap):
                 del self._tenants[tenant]
 
@@ -180,10 +182,10 @@ class FairQueue:
 
     def _rank(self, tenant: int) -> Rank | None:
         heap = self._tenants.get(tenant)
-        if heap is None or (first := heap.first()) is None:
+        if heap is None or (first := heap.peek()) is None:
             self._tenants.pop(tenant, None)
             return None
-        return self._counters.used(tenant), arrival(first), first.number
+        return self._counters.used_tokens(tenant), arrival(first), first.number
 
     def _note(self, tenant: int) -> None:
         """Push the rank of a tenant, which may be smaller than before. head() corrects a rank that has grown."""
@@ -209,13 +211,13 @@ class Spare:
     """
 
     def __init__(self) -> None:
-        self._held: Int64 = np.zeros(0, np.int64)  # by tenant, slots held, including those taken in this step
-        self._even = 0.0  # slots of an even share
-        self._left = 0  # free slots beyond the spare ones
+        self._held_slots: Int64 = np.zeros(0, np.int64)  # by tenant, slots held, including those taken in this step
+        self._even_share = 0.0  # slots of an even share
+        self._slots_left = 0  # free slots beyond the spare ones
 
     def open(self) -> None:
         """Let every tenant use all slots."""
-        self._held = self._held[:0]
+        self._held_slots = self._held_slots[:0]
 
     def count(self, held: Int64, tenants: int, slots: int, left: int) -> None:
         """Set the slots for the next step.
@@ -223,17 +225,21 @@ class Spare:
         held: [n] slots that each tenant holds. tenants: how many run or wait. slots: those that may be in use. left:
         free slots beyond the spare ones.
         """
-        self._held, self._even, self._left = held, slots / tenants, left
+        self._held_slots, self._even_share, self._slots_left = held, slots / tenants, left
 
-    def barred(self, tenant: int) -> bool:
+    def is_barred(self, tenant: int) -> bool:
         """Return whether no further sequence of `tenant` may enter in this step."""
-        return self._left <= 0 and tenant < self._held.size and bool(self._held[tenant] >= self._even)
+        return (
+            self._slots_left <= 0
+            and tenant < self._held_slots.size
+            and bool(self._held_slots[tenant] >= self._even_share)
+        )
 
-    def taken(self, tenant: int, sequences: int) -> None:
+    def count_taken(self, tenant: int, sequences: int) -> None:
         """Count sequences of `tenant` that are about to enter; a negative count takes back sequences that returned."""
-        if tenant < self._held.size:
-            self._held[tenant] += sequences
-            self._left -= sequences
+        if tenant < self._held_slots.size:
+            self._held_slots[tenant] += sequences
+            self._slots_left -= sequences
 
 
 class ByShare:
@@ -252,17 +258,20 @@ class ByShare:
         self._spare = spare
         self.counters = Counters(lambda: np.flatnonzero(self.waits).tolist())
         self._inner, self._common = inner, inner()
-        self._held: dict[int, BySlack] = {}  # tenant -> its held sequences, at least one
-        self._known: dict[Sequence, int] = {}  # sequences of the common queue -> known tokens when pushed
-        self._offered: dict[int, int] = {}  # tenant -> sum of these tokens
+        self._held_queues: dict[int, BySlack] = {}  # tenant -> its held sequences, at least one
+        self._pushed_tokens: dict[Sequence, int] = {}  # sequences of the common queue -> known tokens when pushed
+        self._offered_tokens: dict[int, int] = {}  # tenant -> sum of these tokens
         self._count: dict[int, int] = {}  # tenant -> its waiting sequences, at least one
         self.waits: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)  # by tenant: whether it is in _count
-        self._rest, self._last = 0, NO_TENANT  # steps for which tokens are still counted; the tenant that came last
+        self._rest, self._last_tenant = (
+            0,
+            NO_TENANT,
+        )  # steps for which tokens are still counted; the tenant that came last
         self._now_ns, self._limit, self._may_move = -1, 0, MOVED  # _look(): its time, largest counter, moves left
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._common
-        for held in self._held.values():
+        for held in self._held_queues.values():
             yield from held
 
     def __bool__(self) -> bool:
@@ -273,21 +282,21 @@ class ByShare:
         """Whether tokens are counted: several tenants wait, or a different one came less than SEVERAL steps ago."""
         return self._rest > 0 or len(self._count) > 1
 
-    def served(self, tenants: Int32 | Int64, tokens: Int32) -> None:
+    def count_served(self, tenants: Int32 | Int64, tokens: Int32) -> None:
         """Count the tokens [n] that a step gives to tenants [n]. Call it while `several` is true."""
         self._rest -= 1
-        self.counters.served(tenants, tokens)
+        self.counters.count_served(tenants, tokens)
         self.counters.settle()
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
         tenant = sequence.record.tenant
         if self.counters.refund(sequence):
-            self._spare.taken(tenant, -1)
+            self._spare.count_taken(tenant, -1)
         if tenant not in self._count:
             self._first_waits(tenant)
         self._count[tenant] += 1
-        if tenant in self._held and not sequence.outputs.size:
-            self._held[tenant].push(sequence, now_ns)
+        if tenant in self._held_queues and not sequence.outputs.size:
+            self._held_queues[tenant].push(sequence, now_ns)
         else:
             self._offer(sequence, now_ns)
 
@@ -304,26 +313,26 @@ class ByShare:
         while (late := self._common.held_back(now_ns)) is not None:
             if not self._stands_back(late, now_ns):
                 return late
-        if (head := self.head(now_ns)) is None or head in self._known:
+        if (head := self.head(now_ns)) is None or head in self._pushed_tokens:
             return None
-        return self._held[head.record.tenant].held_back(now_ns)  # all waiting tenants are ahead
+        return self._held_queues[head.record.tenant].held_back(now_ns)  # all waiting tenants are ahead
 
     def is_late(self, sequence: Sequence) -> bool:
         """Return whether `sequence` was late when head() was last called."""
-        queue = self._common if sequence in self._known else self._held[sequence.record.tenant]
+        queue = self._common if sequence in self._pushed_tokens else self._held_queues[sequence.record.tenant]
         return queue.is_late(sequence)
 
     def pop(self, sequence: Sequence) -> None:
         if self.several:
             self.counters.charge(sequence)
-            self._spare.taken(sequence.record.tenant, 1)
+            self._spare.count_taken(sequence.record.tenant, 1)
         self.drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:
         tenant = sequence.record.tenant
-        if sequence in self._known:
+        if sequence in self._pushed_tokens:
             self._withdraw(sequence)
-        elif tenant in self._held:
+        elif tenant in self._held_queues:
             self._unhold(tenant, sequence)
         else:
             return
@@ -331,17 +340,17 @@ class ByShare:
         if not self._count[tenant]:
             del self._count[tenant]
             self.waits[tenant] = False
-            self.counters.left(tenant)
+            self.counters.on_leave(tenant)
             self._now_ns = -1
 
     def _first_waits(self, tenant: int) -> None:
         """Note the first waiting sequence of a tenant."""
         while tenant >= self.waits.size:
             self.waits = np.append(self.waits, np.zeros_like(self.waits))
-        self.counters.arrived(tenant)
-        if self._count or self._last not in (NO_TENANT, tenant):
+        self.counters.on_arrival(tenant)
+        if self._count or self._last_tenant not in (NO_TENANT, tenant):
             self._rest = SEVERAL
-        self._count[tenant], self.waits[tenant], self._last = 0, True, tenant
+        self._count[tenant], self.waits[tenant], self._last_tenant = 0, True, tenant
         self._now_ns = -1
 
     def _look(self, now_ns: int) -> None:
@@ -354,17 +363,18 @@ class ByShare:
         self._now_ns, self._may_move = now_ns, MOVED
         if len(self._count) > 1:
             self._limit = int(self.counters.counter[: self.waits.size][self.waits].min()) + ALLOWANCE
-        for tenant in list(self._held):
-            while self._may_move and tenant in self._held and self._may_offer(tenant):
+        for tenant in list(self._held_queues):
+            while self._may_move and tenant in self._held_queues and self._may_offer(tenant):
                 self._may_move -= 1
-                sequence = self._held[tenant].head(now_ns)
+                sequence = self._held_queues[tenant].head(now_ns)
                 if sequence is not None:
                     self._unhold(tenant, sequence)
                     self._offer(sequence, now_ns)
 
     def _may_offer(self, tenant: int) -> bool:
         return (
-            not self._spare.barred(tenant) and self.counters.used(tenant) + self._offered.get(tenant, 0) <= self._limit
+            not self._spare.is_barred(tenant)
+            and self.counters.used_tokens(tenant) + self._offered_tokens.get(tenant, 0) <= self._limit
         )
 
     def _stands_back(self, head: Sequence, now_ns: int) -> bool:
@@ -373,13 +383,13 @@ class ByShare:
         Return whether it was moved.
         """
         tenant = head.record.tenant
-        barred = self._spare.barred(tenant)
+        barred = self._spare.is_barred(tenant)
         # A tenant that waits alone is held on while it has held sequences: else its later ones would overtake them.
-        others = len(self._count) > 1 or tenant in self._held
-        ahead = others and self.counters.used(tenant) > self._limit
+        others = len(self._count) > 1 or tenant in self._held_queues
+        ahead = others and self.counters.used_tokens(tenant) > self._limit
         if head.outputs.size or not (barred or ahead):
             return False
-        if tenant not in self._held and self._count[tenant] > max(MOVED, len(self._known) // FLOOD):
+        if tenant not in self._held_queues and self._count[tenant] > max(MOVED, len(self._pushed_tokens) // FLOOD):
             self._hold_all(tenant, now_ns)
             return True
         if not barred:
@@ -387,9 +397,9 @@ class ByShare:
                 return False
             self._may_move -= 1
         self._withdraw(head)
-        if tenant not in self._held:
-            self._held[tenant] = self._inner()
-        self._held[tenant].push(head, now_ns)
+        if tenant not in self._held_queues:
+            self._held_queues[tenant] = self._inner()
+        self._held_queues[tenant].push(head, now_ns)
         return True
 
     def _hold_all(self, tenant: int, now_ns: int) -> None:
@@ -398,36 +408,36 @@ class ByShare:
         With MOVED moves at a time, tenants behind the flood would wait until all of it has moved.
         """
         flood, self._common = self._common, self._inner()
-        self._held[tenant] = flood
+        self._held_queues[tenant] = flood
         for sequence in list(flood):
             if sequence.record.tenant == tenant and not sequence.outputs.size:
-                self._offered[tenant] -= self._known.pop(sequence)
+                self._offered_tokens[tenant] -= self._pushed_tokens.pop(sequence)
             else:
                 flood.drop(sequence)
                 self._common.push(sequence, now_ns)
-        if not self._offered[tenant]:
-            del self._offered[tenant]
+        if not self._offered_tokens[tenant]:
+            del self._offered_tokens[tenant]
 
     def _first_held(self, now_ns: int) -> Sequence | None:
-        for tenant in sorted(self._held, key=self.counters.used):
-            if not self._spare.barred(tenant) and (head := self._held[tenant].head(now_ns)) is not None:
+        for tenant in sorted(self._held_queues, key=self.counters.used_tokens):
+            if not self._spare.is_barred(tenant) and (head := self._held_queues[tenant].head(now_ns)) is not None:
                 return head
         return None
 
     def _offer(self, sequence: Sequence, now_ns: int) -> None:
         tenant = sequence.record.tenant
         self._common.push(sequence, now_ns)
-        self._known[sequence] = sequence.known
-        self._offered[tenant] = self._offered.get(tenant, 0) + sequence.known
+        self._pushed_tokens[sequence] = sequence.known_tokens
+        self._offered_tokens[tenant] = self._offered_tokens.get(tenant, 0) + sequence.known_tokens
 
     def _withdraw(self, sequence: Sequence) -> None:
         tenant = sequence.record.tenant
         self._common.drop(sequence)
-        self._offered[tenant] -= self._known.pop(sequence)
-        if not self._offered[tenant]:
-            del self._offered[tenant]
+        self._offered_tokens[tenant] -= self._pushed_tokens.pop(sequence)
+        if not self._offered_tokens[tenant]:
+            del self._offered_tokens[tenant]
 
     def _unhold(self, tenant: int, sequence: Sequence) -> None:
-        self._held[tenant].drop(sequence)
-        if not self._held[tenant]:
-            del self._held[tenant]
+        self._held_queues[tenant].drop(sequence)
+        if not self._held_queues[tenant]:
+            del self._held_queues[tenant]

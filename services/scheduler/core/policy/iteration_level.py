@@ -28,7 +28,7 @@ class ClassThenTtft(ClassThenArrival):
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
         ttft = table.ttft_slo_ns[rows]
-        due = table.arrived[rows] + np.where(ttft > 0, ttft, TTFT_NS)
+        due = table.arrival_ns[rows] + np.where(ttft > 0, ttft, TTFT_NS)
         return rows[np.lexsort((table.number[rows], table.generation[rows], due, table.priority[rows]))]
 
 
@@ -55,7 +55,7 @@ class Pooled(Batching):
 
     def __init__(self, most: int, slots: int) -> None:
         """most: largest chunk. slots: most sequences that run."""
-        self._most, self._slots = most, slots
+        self._max_chunk, self._slots = most, slots
 
     def max_running(self, limit: int) -> int:
         return min(limit, self._slots)
@@ -63,9 +63,9 @@ class Pooled(Batching):
     def max_step_seqs(self, sequences: int, max_running: int, microbatches: int) -> int:
         return max(-(-min(sequences, max_running) // microbatches), 1)
 
-    def entering(self, rest: Int64, left: int) -> Int64:
+    def entry_tokens(self, rest: Int64, left: int) -> Int64:
         """Return [k] tokens that the first k of [n] prompts count when they enter: their chunks before rounding."""
-        wanted = np.minimum(rest, self._most)
+        wanted = np.minimum(rest, self._max_chunk)
         before = np.cumsum(wanted) - wanted
         count = int(np.count_nonzero(before < left))
         counted: Int64 = np.minimum(wanted[:count], left - before[:count])
@@ -74,7 +74,7 @@ class Pooled(Batching):
     def chunks(self, rest: Int64, before: Int64, left: int, first: bool, alone: bool = False) -> Int64:
         """Return min(largest chunk, rest, tokens left) of each prompt, from 64 on rounded down to a multiple of 64."""
         lengths: list[int] = []
-        for length in np.minimum(rest, self._most).tolist():
+        for length in np.minimum(rest, self._max_chunk).tolist():
             if left <= 0:
                 break
             chunk = min(length, left)

@@ -36,27 +36,27 @@ class Peak:
     """
 
     def __init__(self) -> None:
-        self._held, self._steps = NONE, NONE  # arguments of run() when the sums were computed
+        self._held_tokens, self._steps = NONE, NONE  # arguments of run() when the sums were computed
         self._drift = 0  # steps since then
         self._block_size = 0
         self._ends = NONE  # [m] -s, ascending: the sequence that ends last is first
         self._blocks = NONE  # [m + 1] sum of a over the first i sequences
         self._above: npt.NDArray[np.int32] = np.zeros((1, 1), np.int32)  # [B + 1, m + 1] of the first i: r > x
         self._peaks = NONE  # [m] blocks of all sequences that are left when the i-th ends
-        self._spared = 0  # blocks that are counted for several sequences
+        self._spared_blocks = 0  # blocks that are counted for several sequences
 
-    def run(self, held: Int64, steps: Int64, block_size: int, spared: int = 0) -> None:
+    def set_running(self, held: Int64, steps: Int64, block_size: int, spared: int = 0) -> None:
         """Set the running sequences: [m] tokens held and steps to come.
 
         spared: shared blocks, once for each sequence beyond the first that holds them.
         """
-        self._spared = spared
-        if held.size and held.size == self._held.size and block_size == self._block_size:
-            drift = int(held[0] - self._held[0])
-            if (held - drift == self._held).all() and (steps + drift == self._steps).all():
+        self._spared_blocks = spared
+        if held.size and held.size == self._held_tokens.size and block_size == self._block_size:
+            drift = int(held[0] - self._held_tokens[0])
+            if (held - drift == self._held_tokens).all() and (steps + drift == self._steps).all():
                 self._drift = drift
                 return
-        self._held, self._steps, self._drift, self._block_size = held, steps, 0, block_size
+        self._held_tokens, self._steps, self._drift, self._block_size = held, steps, 0, block_size
         order = np.argsort(-steps, kind="stable")
         l, s = held[order], steps[order]  # noqa: E741
         a, r = np.divmod(l - 1, block_size)
@@ -74,15 +74,15 @@ class Peak:
     @property
     def blocks(self) -> int:
         """The peak of the running sequences, in blocks."""
-        return int(self._living().max()) if self._peaks.size else 0
+        return int(self._living_blocks().max()) if self._peaks.size else 0
 
-    def fitting(self, held: Int64, steps: Int64, shared: Int64, room: int) -> int:
+    def count_fitting(self, held: Int64, steps: Int64, shared: Int64, room: int) -> int:
         """Return the largest k for which the first k of [n] newcomers can enter together within `room` blocks.
 
         held, steps: [n] as in run(). shared: [n] blocks of each that running sequences hold already; they are not
         counted again.
         """
-        peaks, size = self._living(), self._block_size
+        peaks, size = self._living_blocks(), self._block_size
         peak = int(peaks.max()) if peaks.size else 0
         if peak > room:
             return 0
@@ -103,23 +103,23 @@ class Peak:
         over |= (sums > room).any(axis=1)
         return int(np.argmax(over)) if over.any() else held.size
 
-    def _living(self) -> Int64:
+    def _living_blocks(self) -> Int64:
         """Return [m] blocks of all sequences that are left when the i-th ends, shared blocks counted once.
 
         How many blocks are still shared then is estimated in proportion to the sequences that are left.
         """
         count = self._peaks.size
-        if not self._spared or count < 2:
+        if not self._spared_blocks or count < 2:
             return self._peaks
-        return self._peaks - self._spared * np.arange(count) // (count - 1)
+        return self._peaks - self._spared_blocks * np.arange(count) // (count - 1)
 
     def _at(self, steps: Int64) -> Int64:
         """Return [n] blocks of the running sequences `steps` [n] steps after the sums were computed."""
         living = np.searchsorted(self._ends, -steps, side="right")
         b, q = np.divmod(steps, self._block_size)
         blocks = self._blocks[living] + living * (b + 1) + self._above[self._block_size - q, living]
-        if self._spared and self._peaks.size > 1:
-            blocks -= self._spared * np.maximum(living - 1, 0) // (self._peaks.size - 1)
+        if self._spared_blocks and self._peaks.size > 1:
+            blocks -= self._spared_blocks * np.maximum(living - 1, 0) // (self._peaks.size - 1)
         return np.asarray(blocks, dtype=np.int64)
 
 
@@ -135,18 +135,18 @@ def ahead(known: Int64, rest: Int64, end: Int64, pace: Pace) -> tuple[Int64, Int
 
 def free_to_yield(table: SlotTable) -> Rows:
     """Return the rows for which growth has to be estimated: a pinned row has all its blocks reserved already."""
-    return np.flatnonzero(table.active[: table.high] & ~table.pinned[: table.high])
+    return np.flatnonzero(table.active[: table.high] & ~table.is_pinned[: table.high])
 
 
 def set_aside(table: SlotTable) -> int:
     """Return the blocks that are reserved for pinned rows."""
-    return int(table.reserved[: table.high][table.pinned[: table.high]].sum())
+    return int(table.reserved_blocks[: table.high][table.is_pinned[: table.high]].sum())
 
 
 def at_limit(replica: ReplicaView, candidates: Candidates, pace: Pace) -> int:
     """Return an upper bound of the blocks of all running sequences and candidates, each at its limit."""
     table, size = replica.table, replica.limits.block_size
-    sequences = table.count + candidates.known.size
+    sequences = table.count + candidates.known_tokens.size
     each = pace.lookahead + replica.limits.max_model_len // pace.max_tokens + size  # see ahead(); rounded up
     tokens = int(table.limit[: table.high].sum()) + int(candidates.limit.sum()) + sequences * each
     return tokens // size + 1
@@ -157,7 +157,7 @@ def of_candidates(candidates: Candidates, end: Int64, pace: Pace) -> tuple[Int64
 
     The running sequences have their token of this step already, so a candidate counts with one token more.
     """
-    return ahead(candidates.known + 1, candidates.known - candidates.cached, end, pace)
+    return ahead(candidates.known_tokens + 1, candidates.known_tokens - candidates.cached_tokens, end, pace)
 
 
 STALE = 8  # steps for which the limit counts as holding a sequence back, when no further candidate is judged
@@ -171,7 +171,7 @@ class Reserve(Memory):
     """
 
     def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
-        return known_blocks(replica, np.maximum(candidates.limit, candidates.known))
+        return known_blocks(replica, np.maximum(candidates.limit, candidates.known_tokens))
 
 
 class Watermark(Memory):
@@ -184,9 +184,9 @@ class Watermark(Memory):
         self._share = share
 
     def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
-        blocks = known_blocks(replica, candidates.known)
+        blocks = known_blocks(replica, candidates.known_tokens)
         room = replica.available - int(self._share * replica.pool.total)
-        count = int(np.count_nonzero(np.cumsum(blocks - candidates.shared) <= room))
+        count = int(np.count_nonzero(np.cumsum(blocks - candidates.shared_blocks) <= room))
         return blocks[: first_of_none(replica, count)]
 
 
@@ -209,14 +209,16 @@ class PeakEstimate(Memory):
         if count:
             table = replica.table
             rows = free_to_yield(table)
-            known = table.known[rows].astype(np.int64)
-            held, steps = ahead(known, known - table.planned[rows], table.limit[rows].astype(np.int64) - 1, pace)
+            known = table.known_tokens[rows].astype(np.int64)
+            held, steps = ahead(known, known - table.planned_tokens[rows], table.limit[rows].astype(np.int64) - 1, pace)
             size, room = replica.limits.block_size, room - set_aside(table)
-            new_held, new_steps = of_candidates(candidates, np.maximum(candidates.limit, candidates.known), pace)
+            new_held, new_steps = of_candidates(candidates, np.maximum(candidates.limit, candidates.known_tokens), pace)
             longest = int((-(-(held + steps) // size)).sum() + (-(-(new_held + new_steps) // size)).sum())
             if longest > room:  # else they fit even if all reach their longest at once
-                self._peak.run(held, steps, size, spared(replica))
-                count = self._peak.fitting(new_held[:count], new_steps[:count], candidates.shared[:count], room)
+                self._peak.set_running(held, steps, size, spared_blocks(replica))
+                count = self._peak.count_fitting(
+                    new_held[:count], new_steps[:count], candidates.shared_blocks[:count], room
+                )
         return blocks[: first_of_none(replica, count)]
 
     def for_replica(self) -> PeakEstimate:
@@ -243,7 +245,7 @@ class FtAimd(Memory):
     def for_replica(self) -> FtAimd:
         return FtAimd()
 
-    def stepped(self, replica: ReplicaView, preempted: int) -> None:
+    def on_step(self, replica: ReplicaView, preempted: int) -> None:
         if preempted:
             self.limit = max(self.limit - 1000 * preempted, replica.limits.block_size)
         elif self._held_back and roomy(replica, 0.9):
@@ -271,7 +273,7 @@ class Aimd(Memory):
     def for_replica(self) -> Aimd:
         return Aimd(self._add, self._factor, self._crowd)
 
-    def stepped(self, replica: ReplicaView, preempted: int) -> None:
+    def on_step(self, replica: ReplicaView, preempted: int) -> None:
         if preempted:
             self.limit = max(self.limit * self._factor, 1.0)
         elif self._held_back and roomy(replica, self._crowd):
@@ -288,34 +290,34 @@ class Overcommit(Memory):
     https://github.com/sgl-project/sglang, schedule_batch.py.
     """
 
-    first, last = 0.7, 0.7 * 0.14  # largest and least share
+    first_share, last_share = 0.7, 0.7 * 0.14  # largest and least share
     clip = 4096  # tokens
 
     def __init__(self) -> None:
-        self.ratio = self.first
+        self.ratio = self.first_share
 
     def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
         table, size = replica.table, replica.limits.block_size
         if not table.count:
-            self.ratio = self.first
+            self.ratio = self.first_share
         on = table.active[: table.high]
-        left = np.minimum(table.limit[: table.high] - table.applied[: table.high], self.clip)
+        left = np.minimum(table.limit[: table.high] - table.applied_tokens[: table.high], self.clip)
         reserved = float(left[on].sum()) * self.ratio
-        growth = np.minimum(np.maximum(candidates.limit + 1 - candidates.known, 0), self.clip)
-        need = np.cumsum(candidates.known - candidates.shared * size + growth) + size
+        growth = np.minimum(np.maximum(candidates.limit + 1 - candidates.known_tokens, 0), self.clip)
+        need = np.cumsum(candidates.known_tokens - candidates.shared_blocks * size + growth) + size
         count = int(np.count_nonzero(need <= replica.available * size - reserved))
-        return known_blocks(replica, candidates.known)[: first_of_none(replica, count)]
+        return known_blocks(replica, candidates.known_tokens)[: first_of_none(replica, count)]
 
     def for_replica(self) -> Overcommit:
         return Overcommit()
 
-    def stepped(self, replica: ReplicaView, preempted: int) -> None:
+    def on_step(self, replica: ReplicaView, preempted: int) -> None:
         if not preempted:
-            self.ratio = max(self.ratio - (self.first - self.last) / 600, self.last)
+            self.ratio = max(self.ratio - (self.first_share - self.last_share) / 600, self.last_share)
             return
         table = replica.table
         on, prompt = table.active[: table.high], table.prompt[: table.high]
-        produced = int((table.applied[: table.high] - prompt)[on].sum())
+        produced = int((table.applied_tokens[: table.high] - prompt)[on].sum())
         limit = int((table.limit[: table.high] - prompt)[on].sum())
         self.ratio = min(1.0, (produced + 20 * table.count) / (limit + 1))
 
@@ -327,8 +329,8 @@ def known_blocks(replica: ReplicaView, tokens: Int64) -> Int64:
 
 def available(replica: ReplicaView, candidates: Candidates) -> tuple[Int64, int]:
     """Return [n] blocks of the known tokens, and how many of the first candidates fit in the blocks available now."""
-    blocks = known_blocks(replica, candidates.known)
-    return blocks, int(np.count_nonzero((blocks - candidates.shared).cumsum() <= replica.available))
+    blocks = known_blocks(replica, candidates.known_tokens)
+    return blocks, int(np.count_nonzero((blocks - candidates.shared_blocks).cumsum() <= replica.available))
 
 
 def first_of_none(replica: ReplicaView, count: int) -> int:
@@ -339,9 +341,9 @@ def first_of_none(replica: ReplicaView, count: int) -> int:
     return count or int(not replica.table.count)
 
 
-def spared(replica: ReplicaView) -> int:
+def spared_blocks(replica: ReplicaView) -> int:
     """Return the blocks that several rows hold, once for each row beyond the first."""
-    return max(int(replica.table.held[: replica.table.high].sum()) - replica.pool.referenced, 0)
+    return max(int(replica.table.held_blocks[: replica.table.high].sum()) - replica.pool.referenced, 0)
 
 
 def roomy(replica: ReplicaView, share: float) -> bool:
@@ -366,8 +368,8 @@ class Lengths:
 
     A last group, POOLED, has the requests of all groups; it serves the groups that have too few of their own. Kept as
     one sorted column of group * WIDE + output. A group is sorted again at every 16th request of it, so learning takes
-    microseconds a request. Where the latest lengths do not look like those before (`changed`), the earlier ones are
-    dropped.
+    microseconds a request. Where the latest lengths do not look like those before (`count_changed`), the earlier ones
+    are dropped.
     """
 
     POOLED = GROUPS
@@ -375,7 +377,7 @@ class Lengths:
     def __init__(self) -> None:
         self._latest: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=KEPT))  # group -> latest output lengths
         self._fresh: dict[int, int] = defaultdict(int)  # group -> requests since it was sorted
-        self._sorted: dict[int, Int64] = {}  # group -> its part of the column
+        self._sorted_lengths: dict[int, Int64] = {}  # group -> its part of the column
         self._column: Int64 = np.zeros(0, np.int64)
         self._end: Int64 = np.zeros(GROUPS + 1, np.int64)  # of each group in the column
 
@@ -396,7 +398,7 @@ class Lengths:
         for group, lengths in snapshot.items():
             self._latest[group] = deque(lengths, maxlen=KEPT)
             self._fresh[group] = 0
-            self._sorted.pop(group, None)
+            self._sorted_lengths.pop(group, None)
             if len(lengths) >= self._enough(group):
                 self._sort(group)
         self._join()
@@ -427,21 +429,21 @@ class Lengths:
         if len(latest) < enough or (len(latest) != enough and self._fresh[group] < 16):
             return False
         self._fresh[group] = 0
-        if kept := changed(np.array(latest, np.int64)):
+        if kept := count_changed(np.array(latest, np.int64)):
             self._latest[group] = deque(list(latest)[-kept:], maxlen=KEPT)
         self._sort(group)
         return True
 
     def _sort(self, group: int) -> None:
-        self._sorted[group] = np.sort(np.array(self._latest[group], np.int64)) + group * WIDE
+        self._sorted_lengths[group] = np.sort(np.array(self._latest[group], np.int64)) + group * WIDE
 
     def _join(self) -> None:
         """Make the column of the sorted groups."""
-        if self._sorted:
-            self._column = np.concatenate([self._sorted[group] for group in sorted(self._sorted)])
+        if self._sorted_lengths:
+            self._column = np.concatenate([self._sorted_lengths[group] for group in sorted(self._sorted_lengths)])
             self._end = np.searchsorted(self._column, (np.arange(GROUPS + 1) + 1) * WIDE)
 
-    def expected(self, produced: Int64, limit: Int64, dice: Floats) -> Int64:
+    def forecast(self, produced: Int64, limit: Int64, dice: Floats) -> Int64:
         """Return [n] forecast output lengths: the quantile dice [n] of the lengths seen that exceed `produced` [n].
 
         dice is in [0, 1). A sequence longer than all that were seen is taken to become k times as long with the chance
@@ -462,7 +464,7 @@ class Lengths:
         return np.minimum(longer, limit)
 
 
-def changed(lengths: Int64) -> int:
+def count_changed(lengths: Int64) -> int:
     """Return how many of the latest of [n] lengths, oldest first, differ from those before; 0 if none do.
 
     Were all of one distribution, the share of the earlier lengths below a later one would be uniform in [0, 1], and so
@@ -478,14 +480,14 @@ def changed(lengths: Int64) -> int:
         low = np.searchsorted(before, new, side="left") / (size + 1)
         high = (np.searchsorted(before, new, side="right") + 1) / (size + 1)
         rank = float((low + high).mean()) / 2
-        spread = float(((_folded(high) - _folded(low)) / (high - low)).mean())
+        spread = float(((_folded_integral(high) - _folded_integral(low)) / (high - low)).mean())
         error = float(np.sqrt((recent + size + 1) / (12 * recent * size)))
         if max(abs(rank - 0.5), abs(spread - 0.5)) > FAR_OFF * error:
             return recent
     return 0
 
 
-def _folded(rank: Floats) -> Floats:
+def _folded_integral(rank: Floats) -> Floats:
     """Return the integral of |2 u - 1| over u from 0 to `rank`."""
     return np.where(rank < 0.5, rank - rank**2, rank**2 - rank + 0.5)
 
@@ -501,41 +503,41 @@ class Expected(Memory):
     def __init__(self, add: float = 0.01, decay: int = 200, least: float = 0.01, most: float = 0.1) -> None:
         self.spare = least  # share of the pool
         self.lengths = Lengths()  # shared by all replicas
-        self._add, self._decay, self._least, self._most = add, decay, least, most
+        self._add, self._decay, self._min_spare, self._max_spare = add, decay, least, most
         self._peak = Peak()
 
     def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
         room = int(replica.pool.total * (1.0 - self.spare))
         if at_limit(replica, candidates, pace) <= room:
-            return known_blocks(replica, candidates.known)
+            return known_blocks(replica, candidates.known_tokens)
         blocks, count = available(replica, candidates)
         if count:
             table, size = replica.table, replica.limits.block_size
             rows = free_to_yield(table)
-            known = np.concatenate([table.known[rows], candidates.known])
+            known = np.concatenate([table.known_tokens[rows], candidates.known_tokens])
             limit = np.concatenate([table.limit[rows] - 1, candidates.limit])
             prompt = np.concatenate([table.prompt[rows], candidates.prompt])
             end = self._ends(prompt, known, limit, np.concatenate([table.number[rows], np.arange(1, blocks.size + 1)]))
-            rest = known - np.concatenate([table.planned[rows], candidates.cached])
+            rest = known - np.concatenate([table.planned_tokens[rows], candidates.cached_tokens])
             held, steps = ahead(known, rest, end, pace)
             room -= set_aside(table)
             if int((-(-(held + steps) // size)).sum()) > room:  # else they fit even if all reach their longest at once
                 running = rows.size
-                self._peak.run(held[:running], steps[:running], size, spared(replica))
+                self._peak.set_running(held[:running], steps[:running], size, spared_blocks(replica))
                 held, steps = held[running : running + count], steps[running : running + count]
-                count = self._peak.fitting(held, steps, candidates.shared[:count], room)
+                count = self._peak.count_fitting(held, steps, candidates.shared_blocks[:count], room)
         return blocks[: first_of_none(replica, count)]
 
     def for_replica(self) -> Expected:
-        other = Expected(self._add, self._decay, self._least, self._most)
+        other = Expected(self._add, self._decay, self._min_spare, self._max_spare)
         other.lengths = self.lengths
         return other
 
-    def stepped(self, replica: ReplicaView, preempted: int) -> None:
+    def on_step(self, replica: ReplicaView, preempted: int) -> None:
         change = self._add * preempted if preempted else -self._add / self._decay
-        self.spare = min(max(self.spare + change, self._least), self._most)
+        self.spare = min(max(self.spare + change, self._min_spare), self._max_spare)
 
-    def finished(self, prompt: int, output: int, limit: int) -> None:
+    def on_finish(self, prompt: int, output: int, limit: int) -> None:
         self.lengths.learn(output, limit)
 
     def snapshot(self) -> dict[int, list[int]]:
@@ -549,7 +551,7 @@ class Expected(Memory):
 
         limit: [n] tokens in KV after max_tokens. number: [n] seeds of the quantiles, fixed for a running sequence.
         """
-        outputs = self.lengths.expected(known - prompt, limit + 1 - prompt, number * GOLDEN % 1.0)
+        outputs = self.lengths.forecast(known - prompt, limit + 1 - prompt, number * GOLDEN % 1.0)
         end: Int64 = np.maximum(prompt + outputs - 1, np.minimum(known, limit))
         return end
 

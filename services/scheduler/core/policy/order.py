@@ -48,7 +48,7 @@ class FirstCome(Order):
         return SwappedFirst(by_arrival()) if self._swapped_first else by_arrival()
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
-        return rows[np.lexsort((table.number[rows], table.arrived[rows]))]
+        return rows[np.lexsort((table.number[rows], table.arrival_ns[rows]))]
 
 
 class ClassThenArrival(Order):
@@ -66,8 +66,8 @@ class ClassThenArrival(Order):
         return ByClass([by_arrival() for _ in range(CLASS_COUNT)], self.age_ns)
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
-        lifted = _lifted(table, rows, now_ns, self.age_ns)
-        return rows[np.lexsort((table.number[rows], table.arrived[rows], lifted))]
+        lifted = _lifted_classes(table, rows, now_ns, self.age_ns)
+        return rows[np.lexsort((table.number[rows], table.arrival_ns[rows], lifted))]
 
 
 class ClassThenSlack(Order):
@@ -103,30 +103,30 @@ class ClassThenSlack(Order):
         return ByClass(self._shares, self.age_ns)
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
-        lifted = _lifted(table, rows, now_ns, self.age_ns)
+        lifted = _lifted_classes(table, rows, now_ns, self.age_ns)
         start_by = _due(table, rows, self._ttft_ns, TBT_NS, self._token_ns)
         key = _due(table, rows, self._ttft_ns, TBT_NS, -WEIGHT * self._token_ns)
-        late = (start_by < now_ns) & (table.applied[rows] <= table.prompt[rows])
-        return rows[np.lexsort((table.number[rows], np.where(late, table.arrived[rows], key), late, lifted))]
+        late = (start_by < now_ns) & (table.applied_tokens[rows] <= table.prompt[rows])
+        return rows[np.lexsort((table.number[rows], np.where(late, table.arrival_ns[rows], key), late, lifted))]
 
-    def passed(self, table: SlotTable, rows: Rows, head: Sequence, now_ns: int) -> Bool:
+    def find_overtaken(self, table: SlotTable, rows: Rows, head: Sequence, now_ns: int) -> Bool:
         """A short prompt in time passes the rest of a long one of its class, by the key that orders both, and one of a
         better class that of class low.
 
         It does not pass one that ageing has lifted: so no stream of short prompts holds a long one up for longer.
         """
-        priority, lifted = table.priority[rows], _lifted(table, rows, now_ns, self.age_ns)
+        priority, lifted = table.priority[rows], _lifted_classes(table, rows, now_ns, self.age_ns)
         passed: Bool = (lifted == Priority.LOW) & (head.priority < Priority.LOW)
         if self._start_by(head) >= now_ns:
             key = _due(table, rows, self._ttft_ns, TBT_NS, -WEIGHT * self._token_ns)
             passed |= (priority == head.priority) & (lifted == head.priority) & (key > self._key(head))
         return passed
 
-    def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
+    def count_served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         for priority, share in enumerate(self._shares):
             if share.several:
                 mine = classes == priority
-                share.served(tenants[mine], tokens[mine])
+                share.count_served(tenants[mine], tokens[mine])
 
     def keep_slots(self, table: SlotTable, max_running: int, waiting: int) -> None:
         urgent, others = self._spares
@@ -156,7 +156,7 @@ class ClassThenSlack(Order):
         return within_ns
 
     def _became_late(self, sequence: Sequence, now_ns: int) -> None:
-        self._late_sizes[sequence.priority].append(sequence.known)
+        self._late_sizes[sequence.priority].append(sequence.known_tokens)
         self._late_ns[sequence.priority] = now_ns
 
     def _start_by(self, sequence: Sequence) -> int:
@@ -183,7 +183,7 @@ class LeastSlack(Order):
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
         slack = np.maximum(_due(table, rows, self._ttft_ns, TBT_NS, self._token_ns) - now_ns, 1)
-        return rows[np.lexsort((table.number[rows], table.arrived[rows], slack))]
+        return rows[np.lexsort((table.number[rows], table.arrival_ns[rows], slack))]
 
 
 class LongestPrefix(FirstCome):
@@ -202,11 +202,11 @@ class ShortestPrompt(Order):
     """Fewest tokens to compute first; long prompts may starve."""
 
     def queue(self) -> Queue:
-        return Keyed(lambda sequence: sequence.known)
+        return Keyed(lambda sequence: sequence.known_tokens)
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
-        rest = table.known[rows] - table.planned[rows]
-        return rows[np.lexsort((table.number[rows], table.arrived[rows], rest))]
+        rest = table.known_tokens[rows] - table.planned_tokens[rows]
+        return rows[np.lexsort((table.number[rows], table.arrival_ns[rows], rest))]
 
 
 class ResponseRatio(Order):
@@ -219,9 +219,9 @@ class ResponseRatio(Order):
         return ByRatio(self._token_ns)
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
-        work = table.known[rows].astype(np.float64) * self._token_ns
-        ratio = (now_ns - table.arrived[rows] + work) / work
-        return rows[np.lexsort((table.number[rows], table.arrived[rows], -ratio))]
+        work = table.known_tokens[rows].astype(np.float64) * self._token_ns
+        ratio = (now_ns - table.arrival_ns[rows] + work) / work
+        return rows[np.lexsort((table.number[rows], table.arrival_ns[rows], -ratio))]
 
 
 def start_by(sequence: Sequence, ttft_ns: int, token_ns: int) -> int:
@@ -230,7 +230,7 @@ def start_by(sequence: Sequence, ttft_ns: int, token_ns: int) -> int:
     ttft_ns: limit of a request that gives none. token_ns: predicted prefill time of a token.
     """
     record = sequence.record
-    return record.arrived_ns + prefill_within(record.request, sequence.known, ttft_ns, token_ns)
+    return record.arrived_ns + prefill_within(record.request, sequence.known_tokens, ttft_ns, token_ns)
 
 
 def prefill_within(request: NewRequest, tokens: int, ttft_ns: int, token_ns: int) -> int:
@@ -239,12 +239,12 @@ def prefill_within(request: NewRequest, tokens: int, ttft_ns: int, token_ns: int
     return int((request.ttft_slo_ns or ttft_ns) * USED) - tokens * token_ns
 
 
-def _lifted(table: SlotTable, rows: Rows, now_ns: int, age_ns: int) -> Int64:
+def _lifted_classes(table: SlotTable, rows: Rows, now_ns: int, age_ns: int) -> Int64:
     """Return [n] classes of running rows, each lifted by one for each `age_ns` since arrival; 0 lifts none."""
     priority = table.priority[rows].astype(np.int64)
     if not age_ns:
         return priority
-    lifted: Int64 = priority - np.maximum(now_ns - table.arrived[rows], 0) // age_ns
+    lifted: Int64 = priority - np.maximum(now_ns - table.arrival_ns[rows], 0) // age_ns
     return np.maximum(lifted, 0)
 
 
@@ -254,7 +254,7 @@ def _due(table: SlotTable, rows: Rows, ttft_ns: int, tbt_ns: int, token_ns: int)
     For a row without an output the limit is TTFT, less the predicted prefill of what is left; else it is TBT.
     """
     ttft, tbt = table.ttft_slo_ns[rows], table.tbt_slo_ns[rows]
-    first = table.arrived[rows] + (np.where(ttft > 0, ttft, ttft_ns) * USED).astype(np.int64)
-    first -= (table.known[rows] - table.planned[rows]).astype(np.int64) * token_ns
+    first = table.arrival_ns[rows] + (np.where(ttft > 0, ttft, ttft_ns) * USED).astype(np.int64)
+    first -= (table.known_tokens[rows] - table.planned_tokens[rows]).astype(np.int64) * token_ns
     following = table.last_token_ns[rows] + np.where(tbt > 0, tbt, tbt_ns)
-    return np.where(table.applied[rows] > table.prompt[rows], following, first)
+    return np.where(table.applied_tokens[rows] > table.prompt[rows], following, first)

@@ -39,8 +39,8 @@ def cheaper(replica: ReplicaView, row: int) -> Mode:
 
     Return RECOMPUTE while no step was measured.
     """
-    tokens = int(replica.table.planned[row])
-    copies_ns = 2 * replica.swap_ns_per_block * int(replica.table.held[row])
+    tokens = int(replica.table.planned_tokens[row])
+    copies_ns = 2 * replica.swap_ns_per_block * int(replica.table.held_blocks[row])
     again_ns = replica.model.predict(tokens, 0, tokens * (tokens + 1) / 2) - replica.model.predict(0)
     return Mode.SWAP if copies_ns < again_ns else Mode.RECOMPUTE
 
@@ -67,7 +67,7 @@ class Newest(Preempting):
     """The sequence that arrived last (vLLM, Sarathi)."""
 
     def choose(self, table: SlotTable, rows: Rows) -> int:
-        return int(rows[np.lexsort((table.number[rows], table.arrived[rows]))[-1]])
+        return int(rows[np.lexsort((table.number[rows], table.arrival_ns[rows]))[-1]])
 
 
 class LastStarted(Preempting):
@@ -81,7 +81,7 @@ class LeastLost(Preempting):
     """In the lowest class the sequence with the fewest tokens to compute again; among equals the newest."""
 
     def choose(self, table: SlotTable, rows: Rows) -> int:
-        keys = (-table.number[rows], table.planned[rows], -table.priority[rows])
+        keys = (-table.number[rows], table.planned_tokens[rows], -table.priority[rows])
         return int(rows[np.lexsort(keys)[0]])
 
 
@@ -89,5 +89,5 @@ class LeastOutput(Preempting):
     """The sequence with the fewest outputs; among equals the one with the longest prompt, then the newest (SGLang)."""
 
     def choose(self, table: SlotTable, rows: Rows) -> int:
-        outputs = table.applied[rows] - table.prompt[rows]
+        outputs = table.applied_tokens[rows] - table.prompt[rows]
         return int(rows[np.lexsort((-table.number[rows], -table.prompt[rows], outputs))[0]])

@@ -52,7 +52,7 @@ class Heap:
             self._entries = list(self._live.values())
             heapq.heapify(self._entries)
 
-    def first(self) -> Sequence | None:
+    def peek(self) -> Sequence | None:
         """Return the sequence with the least key, or None. Remove the dead entries before it."""
         while self._entries:
             entry = self._entries[0]
@@ -95,7 +95,7 @@ class Keyed:
         self._heap.push(sequence, self._key(sequence))
 
     def head(self, now_ns: int) -> Sequence | None:
-        return self._heap.first()
+        return self._heap.peek()
 
     def held_back(self, now_ns: int) -> Sequence | None:
         """Return None: this queue does not serve later sequences before earlier ones."""
@@ -164,8 +164,8 @@ class BySlack:
         return bool(self._timely or self._late or self._begun)
 
     def head(self, now_ns: int) -> Sequence | None:
-        begun, timely = self._begun.first(), self._move(now_ns)
-        late = self._late.first()
+        begun, timely = self._begun.peek(), self._move(now_ns)
+        late = self._late.peek()
         if late is not None and (timely is None or self._late_first):
             return begun or late
         return begun or timely
@@ -173,7 +173,7 @@ class BySlack:
     def held_back(self, now_ns: int) -> Sequence | None:
         """Return the first late sequence, which may have waited longer than the head, or None."""
         self._move(now_ns)
-        return self._late.first()
+        return self._late.peek()
 
     def is_late(self, sequence: Sequence) -> bool:
         """Return whether `sequence` waits here and was late when head() was last called."""
@@ -195,7 +195,7 @@ class BySlack:
         if now_ns != self._moved_ns:
             self._moved_ns, self._may_move = now_ns, MOVED
         while True:
-            timely = self._timely.first()
+            timely = self._timely.peek()
             if timely is None or self._start_by(timely) >= now_ns:
                 return timely
             if not self._may_move:
@@ -244,8 +244,10 @@ class ByClass:
         """inner: the queue of each class, best class first. age_ns: ns of waiting that lift a sequence by one class."""
         self._queues = list(inner)
         self._age_ns = age_ns
-        self._admitted = 0
-        self._out: set[int] = set()  # numbers of sequences popped at _now_ns; one that comes back was not admitted
+        self._admissions = 0
+        self._popped_numbers: set[int] = (
+            set()
+        )  # numbers of sequences popped at _now_ns; one that comes back was not admitted
         self._now_ns = 0
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -253,19 +255,19 @@ class ByClass:
             yield from queue
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
-        if sequence.number in self._out:
-            self._out.remove(sequence.number)
-            self._admitted -= 1
+        if sequence.number in self._popped_numbers:
+            self._popped_numbers.remove(sequence.number)
+            self._admissions -= 1
         self._queues[sequence.priority].push(sequence, now_ns)
 
     def head(self, now_ns: int) -> Sequence | None:
         if now_ns != self._now_ns:
             self._now_ns = now_ns
-            self._out.clear()
+            self._popped_numbers.clear()
         queues = [queue for queue in self._queues if queue]
-        if self._admitted % LATE_EVERY == LATE_EVERY - 1:
+        if self._admissions % LATE_EVERY == LATE_EVERY - 1:
             urgent = self._queues[0] or self._queues[1]
-            if not urgent or self._admitted // LATE_EVERY % 4 == 3:
+            if not urgent or self._admissions // LATE_EVERY % 4 == 3:
                 held = [late for queue in queues if (late := queue.held_back(now_ns)) is not None]
                 if held:
                     return min(held, key=arrival)
@@ -276,8 +278,8 @@ class ByClass:
 
     def pop(self, sequence: Sequence) -> None:
         self._queues[sequence.priority].pop(sequence)
-        self._admitted += 1
-        self._out.add(sequence.number)
+        self._admissions += 1
+        self._popped_numbers.add(sequence.number)
 
     def drop(self, sequence: Sequence) -> None:
         self._queues[sequence.priority].drop(sequence)
@@ -293,32 +295,32 @@ class SwappedFirst:
     """Swapped sequences (with KV in a host tier) by arrival, then the queue of all other sequences."""
 
     def __init__(self, others: Queue) -> None:
-        self._swapped, self._others = by_arrival(), others
+        self._swapped_queue, self._other_queue = by_arrival(), others
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self._swapped
-        yield from self._others
+        yield from self._swapped_queue
+        yield from self._other_queue
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
-        (self._swapped if sequence.swapped else self._others).push(sequence, now_ns)
+        (self._swapped_queue if sequence.is_swapped else self._other_queue).push(sequence, now_ns)
 
     def head(self, now_ns: int) -> Sequence | None:
-        while (first := self._swapped.head(now_ns)) is not None:
-            if first.swapped:
+        while (first := self._swapped_queue.head(now_ns)) is not None:
+            if first.is_swapped:
                 return first
-            self._swapped.drop(first)  # its KV was evicted, or lost with its replica
-            self._others.push(first, now_ns)
-        return self._others.head(now_ns)
+            self._swapped_queue.drop(first)  # its KV was evicted, or lost with its replica
+            self._other_queue.push(first, now_ns)
+        return self._other_queue.head(now_ns)
 
     def pop(self, sequence: Sequence) -> None:
-        if sequence.swapped:
-            self._swapped.pop(sequence)
+        if sequence.is_swapped:
+            self._swapped_queue.pop(sequence)
         else:
-            self._others.pop(sequence)
+            self._other_queue.pop(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        self._swapped.drop(sequence)
-        self._others.drop(sequence)
+        self._swapped_queue.drop(sequence)
+        self._other_queue.drop(sequence)
 
 
 class ByRatio:
@@ -331,8 +333,8 @@ class ByRatio:
     def __init__(self, token_ns: int) -> None:
         self._token_ns = token_ns
         self._buckets: list[Heap] = []
-        self._where: dict[Sequence, int] = {}  # sequence -> its bucket
-        self._arrived: Int64 = np.zeros(0, np.int64)  # by bucket, arrival of its first sequence (ns); EMPTY if empty
+        self._bucket_of: dict[Sequence, int] = {}  # sequence -> its bucket
+        self._arrival_ns: Int64 = np.zeros(0, np.int64)  # by bucket, arrival of its first sequence (ns); EMPTY if empty
         self._work: Float64 = np.zeros(0)  # by bucket, predicted prefill of its first sequence, ns
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -340,20 +342,20 @@ class ByRatio:
             yield from bucket
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
-        at = quarter_octave(sequence.known)
+        at = quarter_octave(sequence.known_tokens)
         while len(self._buckets) <= at:
             self._buckets.append(Heap())
-            self._arrived, self._work = np.append(self._arrived, EMPTY), np.append(self._work, 1.0)
+            self._arrival_ns, self._work = np.append(self._arrival_ns, EMPTY), np.append(self._work, 1.0)
         self._buckets[at].push(sequence, arrival(sequence))
-        self._where[sequence] = at
+        self._bucket_of[sequence] = at
         self._look(at)
 
     def head(self, now_ns: int) -> Sequence | None:
         while self._buckets:
-            at = int(np.argmax((now_ns - self._arrived) / self._work))
-            before = self._arrived[at], self._work[at]
+            at = int(np.argmax((now_ns - self._arrival_ns) / self._work))
+            before = self._arrival_ns[at], self._work[at]
             first = self._look(at)
-            if (self._arrived[at], self._work[at]) == before:
+            if (self._arrival_ns[at], self._work[at]) == before:
                 return first
         return None
 
@@ -361,17 +363,17 @@ class ByRatio:
         self.drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        if (at := self._where.pop(sequence, None)) is not None:
+        if (at := self._bucket_of.pop(sequence, None)) is not None:
             self._buckets[at].remove(sequence)
             self._look(at)
 
     def _look(self, at: int) -> Sequence | None:
         """Update the columns for one bucket; return its first sequence, or None."""
-        first = self._buckets[at].first()
+        first = self._buckets[at].peek()
         if first is None:
-            self._arrived[at] = EMPTY
+            self._arrival_ns[at] = EMPTY
         else:
-            self._arrived[at], self._work[at] = arrival(first), max(first.known, 1) * self._token_ns
+            self._arrival_ns[at], self._work[at] = arrival(first), max(first.known_tokens, 1) * self._token_ns
         return first
 
 
@@ -380,7 +382,7 @@ class ByPrefix:
 
     def __init__(self) -> None:
         self._heap = Heap()
-        self._ranked: list[Sequence] = []  # sorted, best last
+        self._ranking: list[Sequence] = []  # sorted, best last
         self._made_of = (-1, -1)  # now_ns and sum of hits when it was sorted; (-1, -1) if it has to be sorted again
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -392,15 +394,15 @@ class ByPrefix:
 
     def head(self, now_ns: int) -> Sequence | None:
         if len(self._heap) > LOOKED_AT:
-            return self._heap.first()
-        made_of = now_ns, sum([sequence.prefix.hits for sequence in self._ranked])
+            return self._heap.peek()
+        made_of = now_ns, sum([sequence.prefix.hits for sequence in self._ranking])
         if made_of != self._made_of:
-            self._ranked = sorted(self._heap, key=lambda s: (s.prefix.hits, -arrival(s), -s.number))
-            self._made_of = now_ns, sum([sequence.prefix.hits for sequence in self._ranked])
-        while self._ranked and not (self._ranked[-1] in self._heap and self._ranked[-1].state is State.WAITING):
-            gone = self._ranked.pop()
+            self._ranking = sorted(self._heap, key=lambda s: (s.prefix.hits, -arrival(s), -s.number))
+            self._made_of = now_ns, sum([sequence.prefix.hits for sequence in self._ranking])
+        while self._ranking and not (self._ranking[-1] in self._heap and self._ranking[-1].state is State.WAITING):
+            gone = self._ranking.pop()
             self._made_of = now_ns, self._made_of[1] - gone.prefix.hits
-        return self._ranked[-1] if self._ranked else None
+        return self._ranking[-1] if self._ranking else None
 
     def pop(self, sequence: Sequence) -> None:
         self._heap.remove(sequence)

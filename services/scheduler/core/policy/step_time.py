@@ -76,14 +76,14 @@ class StepTime:
         "_experts",
         "_information",
         "_is_slower",
-        "_pending",
+        "_pending_samples",
         "_prompts",
         "_recent",
         "_scale",
         "_sliver",
         "_theta",
-        "_untouched",
-        "_used",
+        "_untouched_share",
+        "_weights",
         "c0",
         "c1",
         "c2",
@@ -92,26 +92,26 @@ class StepTime:
         "error",
         "knees",
         "largest_seen",
-        "observed",
+        "observations",
         "prompts_observed",
     )
 
     def __init__(self, experts: int = 0, per_token: int = 0) -> None:
         """experts: of a layer, per_token of which each token is given to; 0: there are none."""
         self._experts = experts
-        self._untouched = 1.0 - per_token / experts if experts else 1.0  # share of the experts after one token
+        self._untouched_share = 1.0 - per_token / experts if experts else 1.0  # share of the experts after one token
         self._scale = np.append(_SCALE, experts) if experts else _SCALE
         self._sliver = _SLIVER * np.eye(len(self._scale))
         features = len(self._scale)
-        self.observed = 0
+        self.observations = 0
         self.prompts_observed = 0  # of these, steps with prompts
         self.largest_seen = 0  # tokens of the largest step
         self.error = 0.0  # 0.99 quantile of measured / predicted - 1 over the last 128 steps with prompts, 0 to 1
         self.c0 = self.c1 = self.c2 = self.c3 = self.c4 = 0.0
-        self._pending: list[tuple[int, int, float, int]] = []
+        self._pending_samples: list[tuple[int, int, float, int]] = []
         self.knees: list[tuple[int, float]] = []  # (tokens, ns that each token above costs more), where not 0
         self._theta: Float64 = np.zeros(features)  # as fitted, for scaled features; may be negative
-        self._used: Float64 = np.zeros(features)  # in use, for scaled features; none negative
+        self._weights: Float64 = np.zeros(features)  # in use, for scaled features; none negative
         self._information: Float64 = np.zeros((features, features))
         self._covariance: Float64 = np.zeros((features, features))  # its inverse
         self._prompts: deque[tuple[Float64, float]] = deque(maxlen=_ERRORS)  # scaled features, ns: steps with prompts
@@ -123,12 +123,12 @@ class StepTime:
         """Add one measured step. A `step_ns` of 0 or less means not measured and is ignored."""
         if step_ns <= 0:
             return
-        self._pending.append((tokens, decode_context, prefill_context, step_ns))
-        self.observed += 1
+        self._pending_samples.append((tokens, decode_context, prefill_context, step_ns))
+        self.observations += 1
         self.prompts_observed += prefill_context > 0
         larger = tokens > self.largest_seen  # what such a step takes was only guessed until now
         self.largest_seen = max(self.largest_seen, tokens)
-        if larger or len(self._pending) >= FOLD or self.observed in (1, 2, 4, 8, _FIRST):
+        if larger or len(self._pending_samples) >= FOLD or self.observations in (1, 2, 4, 8, _FIRST):
             self.fold()
 
     def predict(self, tokens: int, decode_context: int = 0, prefill_context: float = 0) -> float:
@@ -138,7 +138,7 @@ class StepTime:
             if tokens > knee:
                 time += more * (tokens - knee)
         if self._experts:
-            time += self.c4 * self.touched(tokens)
+            time += self.c4 * self.touched_experts(tokens)
         return time
 
     @property
@@ -150,11 +150,11 @@ class StepTime:
         grown = self.largest_seen * 5 // 4 if self.prompts_observed >= _FIRST else 0
         return max(grown, FIRST_TOKENS)
 
-    def touched(self, tokens: float) -> float:
+    def touched_experts(self, tokens: float) -> float:
         """Return how many experts of a layer so many tokens are given to, with even routing."""
-        return self._experts * (1.0 - math.pow(self._untouched, tokens))
+        return self._experts * (1.0 - math.pow(self._untouched_share, tokens))
 
-    def kept(self, limit_ns: float) -> float:
+    def target_ns(self, limit_ns: float) -> float:
         """Return the predicted time (ns) of a step that takes at most `limit_ns` in 99 of 100 cases."""
         return limit_ns * (1.0 - SPARE) / (1.0 + self.error)
 
@@ -166,11 +166,11 @@ class StepTime:
         UNBOUNDED where no number of tokens reaches the limit.
         """
         room = limit_ns - self.predict(decodes, decode_context)
-        most = self._filled(room, decodes, prefix)
+        most = self._tokens_within(room, decodes, prefix)
         if not self.c4:
             return most
         # The prompt's first tokens touch more experts, of which the rest has little more to read.
-        least = self._filled(room - self._left_to_touch(decodes), decodes, prefix)
+        least = self._tokens_within(room - self._left_to_touch(decodes), decodes, prefix)
         while least < most and self._left_to_touch(decodes + least) > 0.01 * self.c4 * self._experts:
             middle = (least + most + 1) // 2
             if self.predict(decodes + middle, decode_context, middle * (prefix + (middle + 1) / 2)) <= limit_ns:
@@ -181,9 +181,9 @@ class StepTime:
 
     def _left_to_touch(self, tokens: int) -> float:
         """Return the time (ns) of the experts that so many tokens leave out."""
-        return self.c4 * (self._experts - self.touched(tokens))
+        return self.c4 * (self._experts - self.touched_experts(tokens))
 
-    def _filled(self, room: float, decodes: int, prefix: int) -> int:
+    def _tokens_within(self, room: float, decodes: int, prefix: int) -> int:
         """Return the most prompt tokens beside `decodes` that take at most `room` ns more, experts left out."""
         if room < 0:
             return 0
@@ -197,7 +197,7 @@ class StepTime:
             slope += more
         raise AssertionError
 
-    def balanced(self, share: float, decodes: int, decode_context: int, prefix: int = 0) -> int:
+    def balanced_tokens(self, share: float, decodes: int, decode_context: int, prefix: int = 0) -> int:
         """Return the prompt tokens n beside `decodes` at which n * t'(n) / t(n) is `share`; UNBOUNDED for 1 and more.
 
         t is the time of the step. The pairs of query and key within the chunk are left out, so t is linear between
@@ -221,25 +221,25 @@ class StepTime:
 
     def fold(self) -> None:
         """Fit the pending observations, with array operations on all of them: tens of microseconds."""
-        if not self._pending:
+        if not self._pending_samples:
             return
-        rows = np.array(self._pending, dtype=np.float64)
+        rows = np.array(self._pending_samples, dtype=np.float64)
         measured = rows[:, 3]
         features = np.ones((len(rows), len(self._scale)))
         features[:, 1:4] = rows[:, :3]
         features[:, 4 : 4 + len(KNEES)] = np.maximum(rows[:, :1] - _KNEES, 0.0)
         if self._experts:
-            features[:, -1] = self._experts * (1.0 - self._untouched ** rows[:, 0])
+            features[:, -1] = self._experts * (1.0 - self._untouched_share ** rows[:, 0])
         features /= self._scale
-        all_pending = len(rows) == self.observed
+        all_pending = len(rows) == self.observations
         if all_pending:  # first guess: all steps take the same time
             self._start(_median(measured.tolist()))
-        if not all_pending or self.observed >= _FIRST:
-            self._pending.clear()
+        if not all_pending or self.observations >= _FIRST:
+            self._pending_samples.clear()
         self._prompts.extend(
             (row, ns) for row, ns in zip(features.copy(), measured.tolist(), strict=True) if row[3] > 0
         )
-        predicted = np.maximum(features @ self._used, 1.0)
+        predicted = np.maximum(features @ self._weights, 1.0)
         measured = self._cut(features, predicted, measured)
         # A step that took far longer than predicted is divided by its own time, so that an error weighs no more than a
         # whole step. Errors of one factor up and of the same factor down then weigh about the same.
@@ -257,7 +257,7 @@ class StepTime:
     def _start(self, step_ns: float) -> None:
         self._theta = np.zeros(len(self._scale))
         self._theta[0] = step_ns
-        self._used = self._theta
+        self._weights = self._theta
         prior = np.append(_PRIOR, _EXPERTS_PRIOR) if self._experts else _PRIOR
         self._know(np.diag(prior / step_ns**2))
         self._drop_residuals()
@@ -290,7 +290,7 @@ class StepTime:
         if ratio < _LOST:
             self._start(_median(measured.tolist()))
             return
-        self._theta = self._used * ratio  # the residuals are relative to these
+        self._theta = self._weights * ratio  # the residuals are relative to these
         self._know(self._information * (0.1 / ratio**2))
         self._drop_residuals()
 
@@ -304,8 +304,8 @@ class StepTime:
         self._covariance = np.asarray(np.linalg.inv(self._information), dtype=np.float64)
 
     def _publish(self) -> None:
-        self._used = _not_negative(self._theta, self._information)
-        self.c0, self.c1, self.c2, self.c3, *more = (self._used / self._scale).tolist()
+        self._weights = _not_negative(self._theta, self._information)
+        self.c0, self.c1, self.c2, self.c3, *more = (self._weights / self._scale).tolist()
         if self._experts:
             self.c4 = more.pop()
         self.error = self._quantile()
@@ -317,7 +317,7 @@ class StepTime:
             return 0.0
         features = np.array([row for row, _ in self._prompts])
         measured = np.array([ns for _, ns in self._prompts])
-        errors = measured / np.maximum(features @ self._used, 1.0) - 1.0
+        errors = measured / np.maximum(features @ self._weights, 1.0) - 1.0
         return min(max(float(np.partition(errors, -2)[-2]), 0.0), 1.0)
 
 

@@ -63,7 +63,7 @@ def test_predicted_first_token_is_one_step_or_the_full_pace() -> None:
     h = house("sarathi:order=class", slots=2, blocks=4000, context=8000)
     model = h.core.replicas[0].model
     assert h.core.predicted_ttft_ns(0) == 0
-    model.observed, model.c0, model.c1, model.c2, model.c3 = 1, 4.0 * MS, MS / 10, 0.0, 0.0
+    model.observations, model.c0, model.c1, model.c2, model.c3 = 1, 4.0 * MS, MS / 10, 0.0, 0.0
     assert h.core.predicted_ttft_ns(0) == pytest.approx(4.1 * MS + 4.1 * MS)
     h.add(request("urgent", 30, 3, seed=1, priority=0))
     h.add(request("patient", 5090, 3, seed=2, priority=3))

@@ -23,7 +23,7 @@ def scheduler(prefix_cache: bool = False, step_tokens: int = 16) -> Scheduler:
 
 
 def request(name: str, scored: list[int] | None, **fields: int) -> NewRequest:
-    return NewRequest(name, [PROMPT], 4, scored=scored, gateway="g", **fields)
+    return NewRequest(name, [PROMPT], 4, scored_tokens=scored, gateway="g", **fields)
 
 
 def plan(core: Scheduler, now: int) -> StepPlan:
@@ -42,7 +42,7 @@ def test_each_token_is_published_once_and_in_order() -> None:
     core = scheduler()
     core.add(request("a", [1]), 1)
     steps = [plan(core, 1), plan(core, 2)]
-    assert [enter.scored for step in steps for enter in step.enters] == [1]
+    assert [enter.scored_tokens for step in steps for enter in step.enters] == [1]
     slot = int(steps[0].chunk_slots[0])
     told = answer(core, steps[0], PromptLogprobs(slot, 1, 16, records(1, 16))).prompt_logprobs
     assert told == [("a", 0, 1, 16, records(1, 16))]
@@ -60,17 +60,17 @@ def test_results_of_preempted_prompts_count_and_the_rest_is_asked_for() -> None:
     assert outcome.prompt_logprobs == [("a", 0, 1, 16, records(1, 16))]
     core.resume("a", 3)
     (enter,) = plan(core, 4).enters
-    assert (enter.scored, enter.computed) == (17, 0)
+    assert (enter.scored_tokens, enter.computed_tokens) == (17, 0)
 
 
 def test_last_records_count_where_the_sequence_has_left_its_slot_and_ends() -> None:
     core = scheduler(step_tokens=64)
-    core.add(NewRequest("a", [PROMPT], 1, scored=[1], gateway="g"), 1)
+    core.add(NewRequest("a", [PROMPT], 1, scored_tokens=[1], gateway="g"), 1)
     step = plan(core, 1)
     core.park("a")
     outcome = answer(core, step, PromptLogprobs(int(step.chunk_slots[0]), 1, 39, records(1, 39)))
     assert outcome.prompt_logprobs == [("a", 0, 1, 39, records(1, 39))]
-    assert [end.request.id for end in outcome.ended] == ["a"]
+    assert [end.request.id for end in outcome.ended_requests] == ["a"]
 
 
 def test_wrong_record_of_one_sequence_leaves_the_others_as_they_were() -> None:
@@ -98,7 +98,7 @@ def test_a_prompt_reads_the_prefix_cache_only_before_its_first_token_to_tell() -
     for name, scored in (("new", [1]), ("halfway", [22]), ("whole", [PROMPT.size]), ("none", None)):
         core.add(request(name, scored), 3)
         step = plan(core, 4)
-        computed[name] = step.enters[0].computed
+        computed[name] = step.enters[0].computed_tokens
         answer(core, step)
         core.cancel(name, 5)
     assert computed == {"new": 0, "halfway": 20, "whole": 36, "none": 36}
@@ -107,7 +107,7 @@ def test_a_prompt_reads_the_prefix_cache_only_before_its_first_token_to_tell() -
 def test_only_the_first_choice_of_a_prompt_tells() -> None:
     core = scheduler(step_tokens=128)
     core.add(request("a", [1], n=3), 1)
-    assert {enter.choice: enter.scored for enter in plan(core, 1).enters} == {0: 1, 1: 0, 2: 0}
+    assert {enter.choice: enter.scored_tokens for enter in plan(core, 1).enters} == {0: 1, 1: 0, 2: 0}
 
 
 @pytest.mark.parametrize(

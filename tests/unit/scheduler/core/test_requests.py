@@ -149,7 +149,7 @@ def test_wrong_calls_are_refused() -> None:
     for wrong in (NewRequest("x", [], 4), NewRequest("y", [request("z").prompts[0]], 4, n=0)):
         with pytest.raises(ValueError, match="at least 1"):
             h.core.add(wrong, h.now)
-    assert h.core.unfinished == 1
+    assert h.core.unfinished_count == 1
 
 
 # -- delivery
@@ -185,7 +185,7 @@ def test_logprobs_of_the_preempted_stay_with_their_tokens() -> None:
             pass
         if not h.workers[0].queue:
             continue
-        late += bool(h.core.replicas[0].departed)
+        late += bool(h.core.replicas[0].departures)
         result = h.workers[0].run()
         result.logprobs = records_of(result.tokens)
         outcome = h.core.apply(result, h.now)
@@ -224,12 +224,12 @@ def test_checkpoint_is_due_after_32_tokens_one_second_or_end() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda r: r.table.planned.__setitem__(0, 30),
-        lambda r: r.table.held.__setitem__(0, 0),
-        lambda r: r.table.unanswered.__setitem__(0, 0),
+        lambda r: r.table.planned_tokens.__setitem__(0, 30),
+        lambda r: r.table.held_blocks.__setitem__(0, 0),
+        lambda r: r.table.unanswered_steps.__setitem__(0, 0),
         lambda r: r.table.blocks.__setitem__((0, 0), int(r.table.blocks[1, 0])),
         lambda r: r.pool.refs.__setitem__(0, 2),
-        lambda r: setattr(r, "reserved", 5),
+        lambda r: setattr(r, "reserved_blocks", 5),
         lambda r: r.table.sequence.__setitem__(0, r.table.sequence[1]),
     ],
 )

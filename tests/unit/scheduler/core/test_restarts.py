@@ -51,7 +51,7 @@ def test_sequences_resume_until_they_have_computed_again_what_a_lost_worker_had(
     while h.core.replicas[0].table.count < 3:
         h.step()
     h.lose()
-    lost = [s.lost for record in h.core.records.values() for s in record.sequences]
+    lost = [s.lost_tokens for record in h.core.records.values() for s in record.sequences]
     assert h.core.stats()["resuming"] == sum(map(bool, lost)) == 3
     h.core.cancel("leaves", h.now)
     assert h.core.stats()["resuming"] == 2
@@ -60,7 +60,9 @@ def test_sequences_resume_until_they_have_computed_again_what_a_lost_worker_had(
     while h.core.stats()["resuming"]:
         h.step()
         table = h.core.replicas[0].table
-        computed = {table.sequence[s].record.request.id: int(table.planned[s]) for s in np.flatnonzero(table.active)}
+        computed = {
+            table.sequence[s].record.request.id: int(table.planned_tokens[s]) for s in np.flatnonzero(table.active)
+        }
         left.append(sum(computed.get(name, 0) < lost[at] for at, name in enumerate(("decodes", "prefills"))))
         assert h.core.stats()["resuming"] == left[-1]
     assert sorted({2, *left}, reverse=True) == [2, 1, 0]
@@ -75,7 +77,7 @@ def test_request_goes_on_from_the_outputs_of_before_a_restart() -> None:
     new = request("a", 5, 10, seed=1, n=2)
     both = [answer(new, c, 64)[0] for c in range(2)]
     new.outputs = [np.array(both[0][:4], np.int32), np.array(both[1][:2], np.int32)]
-    new.finished = [Finish.RUNNING, Finish.STOP]
+    new.finishes = [Finish.RUNNING, Finish.STOP]
     h = house()
     h.add(new)
     h.finish()
@@ -87,7 +89,7 @@ def test_outputs_without_a_checkpoint_are_in_the_first_after_restart() -> None:
     new = request("a", 5, 10, seed=1, n=3)
     whole = [answer(new, choice, 64)[0] for choice in range(3)]
     new.outputs = [np.array(tokens[:count], np.int32) for tokens, count in zip(whole, (7, 4, 10), strict=True)]
-    new.recorded = [3, 4, 9]
+    new.checkpointed_tokens = [3, 4, 9]
     outcome = Scheduler(checkpoint_tokens=32).add(new, 0)
     carried = [(choice, first, tokens.tolist()) for _, choice, first, tokens in outcome.checkpoints]
     assert carried == [(0, 3, whole[0][3:7]), (2, 9, whole[2][9:10])]
@@ -106,7 +108,7 @@ def test_request_that_never_ran_is_released_silently() -> None:
     assert not h.core.release("unknown")
     assert h.core.release("waits")
     h.core.check()
-    assert h.core.unfinished == 1
+    assert h.core.unfinished_count == 1
     h.finish()  # no row of "waits": the house would not know it
     assert not h.core.add(waits, h.now).errors  # the same id may come again
 
@@ -131,7 +133,9 @@ def test_request_that_ran_is_released_with_a_checkpoint() -> None:
     assert h.published["goes", 0] == told
 
 
-@pytest.mark.parametrize("before", [{"outputs": [np.array([5], np.int32)]}, {"begun": True}], ids=["a token", "none"])
+@pytest.mark.parametrize(
+    "before", [{"outputs": [np.array([5], np.int32)]}, {"has_begun": True}], ids=["a token", "none"]
+)
 def test_restarted_request_is_released_only_as_begun(before: dict[str, Any]) -> None:
     core = Scheduler()
     core.add(request("r", 4, 8, seed=1, **before), 1)

@@ -150,10 +150,10 @@ def test_sequence_preempted_three_times_is_pinned_with_all_blocks(seed: int) -> 
             break
         h.step_once()
         table = h.core.replicas[0].table
-        for slot in np.flatnonzero(table.pinned):
+        for slot in np.flatnonzero(table.is_pinned):
             pinned += 1
             assert table.sequence[slot].preemptions == PINNED_AFTER
-            assert table.reserved[slot] == -(-(table.limit[slot] - 1) // 2)
+            assert table.reserved_blocks[slot] == -(-(table.limit[slot] - 1) // 2)
     h.finish()
     assert pinned, "the load is not hard enough for this test"
 

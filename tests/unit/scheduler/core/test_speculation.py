@@ -128,7 +128,7 @@ def running(count: int, limits: Limits, **more: int) -> tuple[SlotTable, House]:
     table.tokens[:count, 24] = 1
     builder = StepBuilder(replica, 0, count, count, 64, h.now)
     builder.decode(table.mask(rows), rows, *builder.missing_blocks(table.mask(rows)))
-    assert (table.known[rows] == 26).all()
+    assert (table.known_tokens[rows] == 26).all()
     return table, h
 
 
@@ -161,8 +161,10 @@ def test_row_that_was_late_gets_no_guess_until_its_token_has_come(is_seen: bool)
     assert not is_seen or speculation.propose(row, 1000, 1000, 25) is not None
     speculation.sat_out(row)
     assert speculation.propose(row, 1000, 1000, 25) is None
-    table.tokens[0, table.applied[0]] = table.tokens[0, table.applied[0] - 4]  # the row goes on as it repeats
-    table.applied[0] += 1
+    table.tokens[0, table.applied_tokens[0]] = table.tokens[
+        0, table.applied_tokens[0] - 4
+    ]  # the row goes on as it repeats
+    table.applied_tokens[0] += 1
     assert speculation.propose(row, 1000, 1000, 25) is not None
 
 
@@ -176,7 +178,7 @@ def test_guesses_stay_in_tokens_blocks_and_limits_of_the_time_between_tokens() -
     free = propose(table, 1, measured())[0]
     assert free > 3
     assert propose(table, 1, measured(), tokens=2) == [2]
-    assert propose(table, 1, measured(), blocks=0)[0] == table.capacity[0] - table.planned[0]
+    assert propose(table, 1, measured(), blocks=0)[0] == table.capacity[0] - table.planned_tokens[0]
     limited, _ = running(1, LIMITS, tbt_slo_ns=int(3.35 * MS))  # 1 ms passes beside a step
     assert 0 < propose(limited, 1, measured())[0] < free
     tight, _ = running(1, LIMITS, tbt_slo_ns=3 * MS)
@@ -194,11 +196,11 @@ def test_row_with_wrong_guesses_gets_fewer_and_then_none_until_it_is_tried_again
             made.learn(row, drafts.counts, np.zeros(1, np.int32))
     assert sizes[0] > 3 and sizes[-1] == 0
     for number in range(200):  # other tokens than those that are guessed
-        table.tokens[0, table.applied[0]], table.applied[0] = 90 + number, table.applied[0] + 1
+        table.tokens[0, table.applied_tokens[0]], table.applied_tokens[0] = 90 + number, table.applied_tokens[0] + 1
         assert made.propose(row, 1000, 1000, 25) is None
     came = 0
     while made.propose(row, 1000, 1000, 25) is None:
-        table.tokens[0, table.applied[0]], table.applied[0] = 1 + came % 4, table.applied[0] + 1
+        table.tokens[0, table.applied_tokens[0]], table.applied_tokens[0] = 1 + came % 4, table.applied_tokens[0] + 1
         came += 1
         assert came < 100
 
@@ -210,7 +212,7 @@ def test_requests_of_a_tenant_begin_with_what_its_others_have_learned() -> None:
         drafts = made.propose(row, 1000, 1000, 25)
         for _ in range(12):
             made.learn(row, ids(4), ids(0))
-        made.ended(0)
+        made.on_end(0)
     assert drafts is None
     other, _ = running(1, LIMITS)
     other.request[0].tenant = "another"
@@ -230,8 +232,11 @@ def test_short_answers_that_repeat_bring_a_tenant_its_drafts_back() -> None:
             if made.propose(row, 1000, 1000, 25) is not None:
                 assert number > 2, "nothing was compared"
                 return
-            table.tokens[0, table.applied[0]], table.applied[0] = (2, 3, 4, 1)[number % 4], table.applied[0] + 1
-        made.ended(0)
+            table.tokens[0, table.applied_tokens[0]], table.applied_tokens[0] = (
+                (2, 3, 4, 1)[number % 4],
+                table.applied_tokens[0] + 1,
+            )
+        made.on_end(0)
     pytest.fail("no guess")
 
 
@@ -278,8 +283,8 @@ def test_guess_that_was_right_and_had_no_mask_does_not_count_as_wrong() -> None:
     for _ in range(8):  # of the guesses one brings a token, and is equal to the one that comes behind it
         drafts = made.propose(row, 1000, 1000, 25)
         assert drafts is not None
-        table.tokens[0, table.applied[0] : table.applied[0] + 2] = drafts.tokens[:2]
-        table.applied[0] += 2
+        table.tokens[0, table.applied_tokens[0] : table.applied_tokens[0] + 2] = drafts.tokens[:2]
+        table.applied_tokens[0] += 2
         made.learn(row, drafts.counts, ids(1))
     assert drafts.counts[0] >= first.counts[0]
 
@@ -315,7 +320,7 @@ def test_guesses_that_prompts_leave_no_room_for_are_not_taken_for_wrong() -> Non
     made, row = Speculation(table, LIMITS, measured(), History()), np.array([0])
     before = made.propose(row, 1000, 1000, 25)
     assert before is not None and made.worth_waiting(row, 1000, 25)
-    table.tokens[0, table.applied[0]], table.applied[0] = 2, table.applied[0] + 1
+    table.tokens[0, table.applied_tokens[0]], table.applied_tokens[0] = 2, table.applied_tokens[0] + 1
     assert made.drafts(row, 0, 1000, 26, prompts=1000) is None
     after = made.propose(row, 1000, 1000, 26)
     assert after is not None and after.counts[0] >= before.counts[0] - 1
@@ -328,7 +333,7 @@ def test_fairness_charges_guesses_whether_they_are_right_or_not() -> None:
     class Charging(ClassThenSlack):
         counts_tokens = True
 
-        def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
+        def count_served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
             charged.append(int(tokens.sum()))
 
     limits = Limits(8, 4000, 4, 1500, 2048, max_drafts=64)
@@ -349,9 +354,9 @@ def test_wait_for_an_answer_that_was_in_vain_is_not_repeated_at_once() -> None:
     table, _ = running(1, LIMITS)
     made, row = Speculation(table, LIMITS, measured(), History()), np.array([0])
     assert made.worth_waiting(row, 1000, 25)
-    table.tokens[0, 25], table.applied[0] = 99, 26  # the answer is another token
+    table.tokens[0, 25], table.applied_tokens[0] = 99, 26  # the answer is another token
     assert made.drafts(row, 1000, 1000, 26) is None
-    table.tokens[0, 26:38], table.applied[0] = (1, 2, 3, 4) * 3, 38
+    table.tokens[0, 26:38], table.applied_tokens[0] = (1, 2, 3, 4) * 3, 38
     assert not made.worth_waiting(row, 1000, 25)
     assert Speculation(table, LIMITS, measured(), History()).worth_waiting(row, 1000, 25)
 
@@ -390,7 +395,10 @@ def test_microbatch_with_guesses_is_looked_at_beside_one_without(repeating: int)
     waits = [0, 0]
     for number in range(400):
         if number == 200:
-            table.tokens[parts[repeating], :60], table.applied[parts[repeating]] = np.tile(ids(1, 2, 3, 4), 15), 50
+            table.tokens[parts[repeating], :60], table.applied_tokens[parts[repeating]] = (
+                np.tile(ids(1, 2, 3, 4), 15),
+                50,
+            )
         for microbatch in range(2):
             waits[microbatch] += made.worth_waiting(parts[microbatch], 1000, 200, microbatch)
     assert waits[repeating] > 150 and not waits[1 - repeating]
@@ -404,8 +412,8 @@ def of_tenants(*tenants: int, draft_ns: float = 40_000) -> tuple[SlotTable, Spec
     model = measured(draft_ns=draft_ns)
     made = Speculation(table, LIMITS, model, History())
     for _ in range(400):
-        made.answered(0, 2 * MS, 2 * MS, alone=True)
-        made.answered(0, 2 * MS, 2 * MS, alone=False)
+        made.on_answer(0, 2 * MS, 2 * MS, alone=True)
+        made.on_answer(0, 2 * MS, 2 * MS, alone=False)
     return table, made, model
 
 
@@ -428,15 +436,15 @@ def test_tenant_with_guesses_in_one_row_of_many_takes_them_from_no_other() -> No
     model = measured(draft_ns=20_000)
     made = Speculation(table, LIMITS, model, History())
     for _ in range(400):
-        made.answered(0, 2 * MS, 2 * MS, alone=True)
-        made.answered(0, 2 * MS, 2 * MS, alone=False)
+        made.on_answer(0, 2 * MS, 2 * MS, alone=True)
+        made.on_answer(0, 2 * MS, 2 * MS, alone=False)
     found = made.propose(np.arange(20), 1000, 1000, 500)
     assert found is not None and found.tokens.size > 10
 
 
 def test_guesses_that_find_no_block_are_no_gain_of_their_tenant() -> None:
     table, made, model = of_tenants(0, 1, 0, 1, draft_ns=100_000)
-    table.capacity[:2] = table.planned[:2] + np.array([16, 0])
+    table.capacity[:2] = table.planned_tokens[:2] + np.array([16, 0])
     free = made.propose(np.arange(4), 1000, 1000, 100)
     full = made.propose(np.arange(4), 1000, 0, 100)
     assert slower(model, free) > 1.3 and slower(model, full) < 1.12
@@ -447,13 +455,13 @@ def test_tenant_whose_rows_take_turns_with_guesses_may_be_slowed_in_one_step() -
     for _ in range(20):  # in steps before, both tenants got three tokens a row
         drafts = made.drafts(np.arange(4), 1000, 1000, 100)
         made.learn(np.arange(4), np.full(4, 2, np.int32), np.full(4, 2, np.int32))
-        table.applied[:4] = 25
+        table.applied_tokens[:4] = 25
     assert drafts is not None and slower(model, made.propose(np.arange(4), 1000, 1000, 100)) > 1.15
 
 
 def test_guesses_of_what_an_answer_brings_take_no_room_from_a_tenant() -> None:
     table, made, _ = of_tenants(0, 0, 1, 1)
-    table.unanswered[:4] = 3
+    table.unanswered_steps[:4] = 3
     found = made.propose(np.arange(4), 1000, 1000, 100, waiting=True)
     assert found is not None and found.tokens.size - 3 * found.rows.size >= 5
 
@@ -468,7 +476,7 @@ def test_guesses_go_on_behind_right_ones_without_another_search(monkeypatch: pyt
         assert drafts is not None
         tokens += drafts.tokens.tolist()
         for token in drafts.tokens.tolist():
-            table.tokens[0, table.applied[0]], table.applied[0] = token, table.applied[0] + 1
+            table.tokens[0, table.applied_tokens[0]], table.applied_tokens[0] = token, table.applied_tokens[0] + 1
     assert tokens == [2, 3, 4, 1] * 3
     assert len(searches) == 1
 
@@ -481,7 +489,10 @@ def test_row_without_guesses_learns_from_what_would_have_been_right() -> None:
         made.learn(row, ids(4), ids(0))
     for number in range(40):
         made.propose(row, 1000, 1000, 25)
-        table.tokens[0, table.applied[0]], table.applied[0] = (2, 3, 4, 1)[number % 4], table.applied[0] + 1
+        table.tokens[0, table.applied_tokens[0]], table.applied_tokens[0] = (
+            (2, 3, 4, 1)[number % 4],
+            table.applied_tokens[0] + 1,
+        )
         if (drafts := made.propose(row, 1000, 1000, 25)) is not None:
             assert 1 < number < 30
             assert drafts.tokens[0] == (3, 4, 1, 2)[number % 4]
@@ -504,8 +515,8 @@ def test_waiting_is_charged_the_gap_before_the_step_and_the_one_behind_it() -> N
     table, _ = running(1, LIMITS)
     made, row = Speculation(table, LIMITS, measured(draft_ns=1_000), History()), np.array([0])
     for _ in range(400):  # 2 ms steps, 1.4 ms beside a step that is planned alone, none beside one that is not
-        made.answered(0, 2 * MS, int(3.4 * MS), alone=True)
-        made.answered(0, 2 * MS, 2 * MS, alone=False)
+        made.on_answer(0, 2 * MS, int(3.4 * MS), alone=True)
+        made.on_answer(0, 2 * MS, 2 * MS, alone=False)
     table.tokens[0, :25] = np.arange(25)
     table.request[0].prediction = np.arange(22, 29, dtype=np.int32)  # four guesses, three behind the answer
     assert made.propose(row, 1000, 1000, 25) is not None
@@ -534,7 +545,7 @@ def test_forced_guesses_that_came_true_before_the_step_are_left_out() -> None:
     table, _ = running(1, LIMITS)
     made, row = Speculation(table, LIMITS, measured(), History()), np.arange(1)
     made.force(row, ids(20), np.arange(50, 70, dtype=np.int32))  # more than a row may have
-    table.tokens[0, table.applied[0]], table.applied[0] = 50, table.applied[0] + 1
+    table.tokens[0, table.applied_tokens[0]], table.applied_tokens[0] = 50, table.applied_tokens[0] + 1
     drafts = made.propose(row, 1000, 1000, 25)
     assert drafts is not None and drafts.tokens.tolist() == list(range(51, 51 + drafts.counts[0]))
 

@@ -49,7 +49,14 @@ def test_refused_drafts_leave_a_row_as_if_they_were_never_planned(drafts: int, b
         counts = np.array([1], np.int32) if count else None
         h.take(h.core.apply(StepResult(plan.id, 0, np.zeros(1, np.int32), np.array([9], np.int32), counts), h.now))
         h.core.check()
-        columns = (table.planned, table.known, table.applied, table.held, table.capacity, table.phase)
+        columns = (
+            table.planned_tokens,
+            table.known_tokens,
+            table.applied_tokens,
+            table.held_blocks,
+            table.capacity,
+            table.phase,
+        )
         free = replica.pool.free + replica.pool.cached  # blocks for drafts may have been cached ones
         facts.append(([int(column[0]) for column in columns], free, replica.available))
         step, _ = h.core.plan(h.now)

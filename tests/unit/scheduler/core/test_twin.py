@@ -47,7 +47,7 @@ ENDS = (Finish.CANCELLED, Finish.DEADLINE, Finish.ERROR)
 @pytest.fixture(autouse=True)
 def drafts_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
-    monkeypatch.setattr(Speculation, "_least", lambda *_: 0.02)
+    monkeypatch.setattr(Speculation, "_min_chance", lambda *_: 0.02)
 
 
 class CoreTwin(RuleBasedStateMachine):

@@ -145,10 +145,10 @@ class TwinWorker:
         result = StepResult(step.id, step.replica, np.array(slots, np.int32), np.array(tokens, np.int32), errors=errors)
         result.token_counts = np.array(counts, np.int32) if step.drafts.size else None
         result.late = np.array(late, np.int32)
-        result.forced = self._forced(slots) if self.forces else None
+        result.forced_tokens = self._forced(slots) if self.forces else None
         result.swap_out_acks, result.swap_in_acks, result.stale_peers = self._copy(step.id)
         result.peer_acks, result.adapter_acks = np.array(acks, np.int32), np.array(loaded, np.int32)
-        result.kept = self._keep(step)
+        result.kept_blocks = self._keep(step)
         result.step_ns = 5 * MS + int(step.chunk_lengths.sum()) * MS // 20
         return result
 
@@ -233,13 +233,16 @@ class TwinWorker:
 
     def _enter(self, enter: Enter) -> None:
         assert enter.slot not in self.rows and 0 <= enter.slot < self.limits.slots
-        assert enter.computed < enter.tokens.size and enter.computed <= enter.blocks.size * self.limits.block_size
+        assert (
+            enter.computed_tokens < enter.tokens.size
+            and enter.computed_tokens <= enter.blocks.size * self.limits.block_size
+        )
         assert enter.prompt_tokens == enter.request.prompts[enter.choice // enter.request.n].size
         row = Row(enter.request.payload + enter.choice, enter.tokens.tolist(), enter.blocks.tolist())
         row.adapter = self.adapters[enter.adapter] if enter.adapter else b""
         assert row.adapter == enter.request.adapter, "another adapter"
         row.failed = row.adapter in self.unloadable
-        for token in row.tokens[: enter.computed]:
+        for token in row.tokens[: enter.computed_tokens]:
             row.hashes.append(chain(row.hashes[-1] if row.hashes else 0, token))
         self.rows[enter.slot] = row
 
@@ -357,7 +360,7 @@ class House:
             self.take(outcome)
         if step is not None:
             for enter in step.enters:
-                self.cached.setdefault((enter.request.id, enter.choice), enter.computed)
+                self.cached.setdefault((enter.request.id, enter.choice), enter.computed_tokens)
             self.workers[replica].queue.append(step)
         return step
 
@@ -399,7 +402,7 @@ class House:
     def take(self, outcome: Outcome) -> None:
         """Every token once and in order; rows of a gateway together; ends exactly once."""
         rows = len(outcome.requests)
-        assert {len(outcome.gateways), outcome.choices.size, outcome.first.size, outcome.counts.size} == {rows}
+        assert {len(outcome.gateways), outcome.choices.size, outcome.first_indices.size, outcome.counts.size} == {rows}
         assert outcome.waits_ns.size == outcome.finish.size == rows and int(outcome.counts.sum()) == outcome.tokens.size
         blocks = [g for i, g in enumerate(outcome.gateways) if not i or outcome.gateways[i - 1] != g]
         assert len(blocks) == len(set(blocks)), "rows of one gateway stand apart"
@@ -410,13 +413,13 @@ class House:
             assert key not in self.over, "a row after the end"
             finish = Finish(int(outcome.finish[i]))
             if key not in self.stopped:
-                assert outcome.first[i] == len(self.published[key]), "a gap or a double"
+                assert outcome.first_indices[i] == len(self.published[key]), "a gap or a double"
             count = int(outcome.counts[i])
             assert outcome.waits_ns[i] == (self.now - self.heard[key] if count else -1)
             if count:
                 self.heard[key] = self.now
-            is_first = count > 0 and outcome.first[i] == 0
-            assert outcome.cached.get(i, 0) == (self.cached[key] if is_first else 0), key
+            is_first = count > 0 and outcome.first_indices[i] == 0
+            assert outcome.cached_tokens.get(i, 0) == (self.cached[key] if is_first else 0), key
             self.published[key] += outcome.tokens[at : at + count].tolist()
             at += count
             if finish is not Finish.RUNNING:
@@ -426,8 +429,8 @@ class House:
             record = self.records[request_id, choice]
             assert first == len(record), "a checkpoint leaves a gap"
             record += tokens.tolist()
-        self.started += outcome.started
-        for done in outcome.ended:
+        self.started += outcome.started_ids
+        for done in outcome.ended_requests:
             self._end(done.request, [o.tolist() for o in done.outputs], done.finish, done.error)
 
     def _end(self, request: NewRequest, outputs: list[list[int]], finish: list[Finish], error: str) -> None:
@@ -436,7 +439,7 @@ class House:
         self.errors[request.id] = error
         for choice, tokens in enumerate(outputs):
             key = (request.id, choice)
-            before = request.finished[choice] if request.finished else Finish.RUNNING
+            before = request.finishes[choice] if request.finishes else Finish.RUNNING
             assert self.over.setdefault(key, before) is finish[choice], "the last row told another end"
             published = self.published[key]
             if key in self.stopped:
@@ -483,12 +486,12 @@ class House:
         moved_ns = self.now
         for rounds in range(bound):
             if self.core.idle:
-                assert self.core.unfinished == 0 and set(self.ended) == set(self.requests)
+                assert self.core.unfinished_count == 0 and set(self.ended) == set(self.requests)
                 return rounds
-            before = (self.core.stats()["iteration"], self.core.unfinished)
+            before = (self.core.stats()["iteration"], self.core.unfinished_count)
             inflight = sum(len(w.queue) for w in self.workers.values())
             self.step_once()
-            if inflight or (self.core.stats()["iteration"], self.core.unfinished) != before:
+            if inflight or (self.core.stats()["iteration"], self.core.unfinished_count) != before:
                 moved_ns = self.now
             assert self.now - moved_ns <= DELAY_NS + STEP_NS or self.core.idle, "the core stands still"
         raise AssertionError(f"not finished after {bound} rounds")

@@ -229,7 +229,7 @@ class IndexTwin(RuleBasedStateMachine):
     @precondition(lambda self: self.free)
     @rule()
     def give_what_is_free(self) -> None:
-        for wrong in (self.pool.give, self.pool.share, self.pool.drained):
+        for wrong in (self.pool.give, self.pool.share, self.pool.end_drain):
             with pytest.raises(ValueError):
                 wrong(column(self.free[:1]))
 
@@ -237,7 +237,7 @@ class IndexTwin(RuleBasedStateMachine):
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
         done = data.draw(st.lists(st.sampled_from(self.draining), unique=True))
-        self.pool.drained(column(done))
+        self.pool.end_drain(column(done))
         self.draining = [b for b in self.draining if b not in done]
         self.model_put(done)
 

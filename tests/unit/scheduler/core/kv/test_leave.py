@@ -69,7 +69,7 @@ def test_host_tier_takes_the_best_classes_and_the_rest_is_recomputed() -> None:
     h.add_many(2, 10, 20, name="high", priority=1)
     h.steps(4)
     h.leave()
-    swapped = [s.record.request.id for record in h.core.records.values() for s in record.sequences if s.swapped]
+    swapped = [s.record.request.id for record in h.core.records.values() for s in record.sequences if s.is_swapped]
     assert sorted(swapped) == ["high0", "high1"]
     h.join(limits)
     assert h.core.stats()["resuming"] == 5
@@ -96,7 +96,7 @@ def test_worker_that_keeps_few_blocks_keeps_those_of_the_best_class() -> None:
     h.workers[0].keeps_most = 4
     step = h.leave()
     assert step is not None and step.keep.size > 4
-    assert [s.record.request.id for record in h.core.records.values() for s in record.sequences if s.swapped] == [
+    assert [s.record.request.id for record in h.core.records.values() for s in record.sequences if s.is_swapped] == [
         "high0"
     ]
     h.join(LIMITS)
@@ -170,7 +170,7 @@ def test_kept_blocks_without_all_their_copies_are_refused() -> None:
     assert step is not None
     h.workers[0].queue.append(step)
     result = h.workers[0].run()
-    assert result.kept > 3
+    assert result.kept_blocks > 3
     result.swap_out_acks = result.swap_out_acks[:3]
     with pytest.raises(ValueError, match=f"{step.swap_out_gpu.size - 3} copies are not acknowledged"):
         h.core.apply(result, h.now)
@@ -309,7 +309,7 @@ def test_row_that_still_loads_its_kv_is_not_swapped_out() -> None:
     h.take(h.core.apply(result, h.now))
     h.core.check()
     waiting = [s for record in h.core.records.values() for s in record.sequences]
-    assert sum(not s.swapped for s in waiting) == len(loading), "their KV was on its way"
+    assert sum(not s.is_swapped for s in waiting) == len(loading), "their KV was on its way"
     h.core.lose(0, h.now)
     h.core.check()
     del h.workers[0]

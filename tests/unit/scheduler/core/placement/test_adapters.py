@@ -206,7 +206,7 @@ def test_refusals_that_a_replica_remembers_are_bounded() -> None:
     digests = [bytes([number]) * 32 for number in range(MOST_REFUSALS + 5)]
     for now_ns, digest in enumerate(digests):
         adapters.seek(digest)
-        adapters.acknowledged(adapters.take_news(), EMPTY, now_ns)
+        adapters.acknowledge(adapters.take_news(), EMPTY, now_ns)
         adapters.check()
     assert [adapters.refuses(digest) for digest in digests] == [False] * 5 + [True] * MOST_REFUSALS
     assert adapters.expire(RETRY_NS + 5)
@@ -247,7 +247,7 @@ def test_acknowledgement_of_an_adapter_that_was_not_announced_is_refused() -> No
     adapters = Adapters(2)
     adapters.seek(A)
     with pytest.raises(ValueError, match="adapter 2 was acknowledged"):
-        adapters.acknowledged(adapters.take_news(), np.array([1, 2], np.int32), 0)
+        adapters.acknowledge(adapters.take_news(), np.array([1, 2], np.int32), 0)
 
 
 def test_sequence_goes_where_its_adapter_is_loaded() -> None:

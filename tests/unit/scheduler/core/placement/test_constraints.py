@@ -32,7 +32,7 @@ class MaxTags(Constraint[StepBuilder]):
 
     def check(self, step: StepBuilder, sequence: Sequence) -> Verdict:
         table = step.replica.table
-        tags = {tag(other) for other in [*table.sequence[table.active], *step.admitted]}
+        tags = {tag(other) for other in [*table.sequence[table.active], *step.admitted_sequences]}
         return Verdict.OK if len(tags | {tag(sequence)}) <= self.limit else Verdict.SKIP
 
 

@@ -60,7 +60,7 @@ def test_swapped_sequence_bound_to_one_replica_passes_prompts() -> None:
     waits: dict[Sequence, int] = {}
     longest = 0
     for _ in range(250):
-        while sum(not record.started for record in h.core.records.values()) < 4:
+        while sum(not record.has_started for record in h.core.records.values()) < 4:
             number = len(h.requests)
             h.add(request(f"r{number}", 20, 10 if number % 3 else 50, seed=number))
         h.step_once()

@@ -278,18 +278,22 @@ def test_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> None
             h.take(h.core.cancel(name, h.now))
     h.add(with_prefix("asked", rng.randint(0, 3), 77))
     (sequence,) = h.core.records["asked"].sequences
-    since = [h.core.router.since(replica, sequence, h.now) for replica in h.core.replicas]
+    since = [h.core.router.eligible_ns(replica, sequence, h.now) for replica in h.core.replicas]
     times = []
-    timed_models = [replica.model for replica in h.core.replicas if replica.model.observed >= TIMED]
+    timed_models = [replica.model for replica in h.core.replicas if replica.model.observations >= TIMED]
     fastest = min(timed_models, key=lambda model: model.predict(1), default=UNSEEN)
     for replica in h.core.replicas:
-        table, model = replica.table, replica.model if replica.model.observed >= TIMED else fastest
+        table, model = replica.table, replica.model if replica.model.observations >= TIMED else fastest
         rows = [s for s in range(table.slots) if table.active[s]]
-        context = sum(int(table.planned[s]) for s in rows)
+        context = sum(int(table.planned_tokens[s]) for s in rows)
         step = model.predict(len(rows), context)
         chunk = 64 - len(rows)
         token = model.predict(len(rows) + chunk, context) / chunk
-        owed = sum(int(table.known[s] - table.planned[s]) for s in rows if table.known[s] - table.planned[s] > 1)
+        owed = sum(
+            int(table.known_tokens[s] - table.planned_tokens[s])
+            for s in rows
+            if table.known_tokens[s] - table.planned_tokens[s] > 1
+        )
         hit = 4 * replica.pool.match_length(sequence.prefix.keys)
         rest = 45 - min(hit, 44)
         time = owed * token + max(rest / chunk, 1) * step + 3 * rest * (token + model.c3 * (45 - rest + rest / 2))

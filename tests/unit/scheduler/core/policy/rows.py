@@ -32,22 +32,23 @@ class Rows:
 
     @property
     def pool(self) -> SimpleNamespace:
-        held = int(self.table.held.sum())
+        held = int(self.table.held_blocks.sum())
         return SimpleNamespace(total=self.limits.blocks, referenced=held, draining=self.draining)
 
     @property
     def available(self) -> int:
-        return self.limits.blocks - int(self.table.held.sum()) - self.reserved
+        return self.limits.blocks - int(self.table.held_blocks.sum()) - self.reserved
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
 
     def add(self, **columns: int) -> int:
-        """A row that runs; `known` and `limit` at least. Its known tokens are planned but the last, and held."""
+        """A row that runs; `known_tokens` and `limit` at least. Its known tokens are planned but the last, and held."""
         table = self.table
         slot = table.count
-        values = {"planned": columns["known"] - 1, "applied": columns["known"], "prompt": columns["known"]}
-        values |= {"held": self.blocks_for(columns["known"]), "priority": 2, "number": slot} | columns
+        values = {"planned_tokens": columns["known_tokens"] - 1, "applied_tokens": columns["known_tokens"]}
+        values |= {"prompt": columns["known_tokens"], "held_blocks": self.blocks_for(columns["known_tokens"])}
+        values |= {"priority": 2, "number": slot} | columns
         for name, value in values.items():
             getattr(table, name)[slot] = value
         table.set_phase(np.array([slot]))
@@ -55,7 +56,7 @@ class Rows:
         table.count += 1
         table.high = table.count
         table.roster += 1
-        table.limited += int(table.tbt_slo_ns[slot]) > 0
+        table.tbt_rows += int(table.tbt_slo_ns[slot]) > 0
         table.low_rows += values["priority"] == Priority.LOW
         return slot
 
@@ -63,7 +64,7 @@ class Rows:
         """Give a row another TBT limit."""
         table = self.table
         table.tbt_slo_ns[slot] = limit_ns
-        table.limited = int(np.count_nonzero(table.tbt_slo_ns))
+        table.tbt_rows = int(np.count_nonzero(table.tbt_slo_ns))
 
     @property
     def slots(self) -> Int32:

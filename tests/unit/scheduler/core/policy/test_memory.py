@@ -60,10 +60,10 @@ def test_peak_and_what_fits_are_those_of_running_it_all(
     """Also `later` steps after the sums were made, when all that run have as many tokens more and steps less."""
     peak = Peak()
     held, steps = column(*(h for h, _ in running)), column(*(s + later for _, s in running))
-    peak.run(held, steps, size)
+    peak.set_running(held, steps, size)
     assert peak.blocks == grown(held.tolist(), steps.tolist(), size, [0] * held.size)
     held, steps = held + later, steps - later
-    peak.run(held, steps, size)
+    peak.set_running(held, steps, size)
     shared = [min(s, -(-h // size)) for h, _, s in newcomers]
     fits = 0
     for k in range(1, len(newcomers) + 1):
@@ -73,20 +73,20 @@ def test_peak_and_what_fits_are_those_of_running_it_all(
             break
         fits = k
     new_held, new_steps = column(*(h for h, _, _ in newcomers)), column(*(s for _, s, _ in newcomers))
-    assert peak.fitting(new_held, new_steps, column(*shared), room) == fits
+    assert peak.count_fitting(new_held, new_steps, column(*shared), room) == fits
 
 
 def test_blocks_that_all_share_count_once_at_every_end() -> None:
     """Three hold the same 5 blocks of 4 and grow by 4, 8 and 12 tokens: 3*6-10, 2*7-5, 1*8 blocks."""
     peak = Peak()
-    peak.run(column(20, 20, 20), column(4, 8, 12), 4, spared=10)
+    peak.set_running(column(20, 20, 20), column(4, 8, 12), 4, spared=10)
     assert peak.blocks == max(3 * 6 - 10, 2 * 7 - 5, 8)
 
 
 def test_the_peak_estimate_counts_the_reserved_blocks_of_pinned_rows() -> None:
     replica = Rows(blocks=12)
-    replica.add(known=4, limit=29, reserved=7)
-    replica.table.pinned[0] = True
+    replica.add(known_tokens=4, limit=29, reserved_blocks=7)
+    replica.table.is_pinned[0] = True
     replica.reserved = 6
     assert PeakEstimate().admit(replica, entrants((4, 20)), PACE).tolist() == [1]
     assert PeakEstimate().admit(replica, entrants((4, 21)), PACE).tolist() == []
@@ -96,7 +96,7 @@ def test_the_peak_estimate_lengthens_lives_by_chunks_and_lookahead() -> None:
     """10 blocks of 4. a holds 16 tokens and has 3 steps to come. b (8 tokens, 21 in the end) alone is 6 blocks; when a
     ends they hold 5 and 3 blocks. With c's 40 tokens in chunks of 10 b still fits; c's own rest is counted too."""
     replica = Rows(blocks=8)
-    replica.add(known=16, limit=20)
+    replica.add(known_tokens=16, limit=20)
     assert PeakEstimate().admit(replica, entrants((8, 21)), PACE).tolist() == [2]
     assert PeakEstimate().admit(replica, entrants((8, 21)), Pace(2, 10_000)).tolist() == []
 
@@ -117,7 +117,7 @@ def test_reserve_keeps_all_that_it_can_ever_need() -> None:
 def test_the_watermark_leaves_a_share_of_the_pool() -> None:
     """200 blocks of 4, of which 180 are held: 20 are free and 2 stay so."""
     replica = Rows(blocks=200)
-    replica.add(known=720, limit=800)
+    replica.add(known_tokens=720, limit=800)
     assert Watermark().admit(replica, entrants((40, 90), (32, 90)), PACE).tolist() == [10, 8]
     assert Watermark().admit(replica, entrants((40, 90), (36, 90)), PACE).tolist() == [10]
     assert Watermark().admit(replica, entrants((40, 90), (36, 90), shared=1), PACE).tolist() == [10, 9]
@@ -127,7 +127,7 @@ def test_the_watermark_leaves_a_share_of_the_pool() -> None:
 def refused(blocks: int = 100) -> Rows:
     """21 blocks in use. When the one that runs ends, it and (4, 399) have 399 and 319 tokens: 180 blocks."""
     replica = Rows(blocks=blocks)
-    replica.add(known=84, limit=400)
+    replica.add(known_tokens=84, limit=400)
     return replica
 
 
@@ -135,34 +135,34 @@ def test_limit_of_ft_aimd_moves_by_100_and_1000_tokens() -> None:
     replica, memory = refused(), FtAimd()
     for step in range(4):
         assert memory.admit(replica, entrants((4, 399)), PACE).size == 0
-        memory.stepped(replica, 0)
+        memory.on_step(replica, 0)
         assert memory.limit == 400 + 100 * (step + 1)
     assert memory.admit(replica, entrants((4, 399)), PACE).tolist() == [1], "720 tokens are needed"
-    memory.stepped(replica, 0)
+    memory.on_step(replica, 0)
     assert memory.limit == 800, "none is held back"
-    memory.stepped(replica, 1)
+    memory.on_step(replica, 1)
     assert memory.limit == 4, "one block is left in any case"
     memory = FtAimd()
     memory.admit(replica, entrants((4, 399)), PACE)
     replica.reserved = 69  # 90 of 100 blocks
-    memory.stepped(replica, 0)
+    memory.on_step(replica, 0)
     assert memory.limit == 400, "90 % of the pages are used"
     memory = FtAimd()
     memory.admit(replica := refused(2000), entrants((4, 99)), PACE)
-    memory.stepped(replica, 2)
+    memory.on_step(replica, 2)
     assert memory.limit == 8000 - 2000, "1000 for each that is swapped"
 
 
 def test_aimd_adds_blocks_and_multiplies() -> None:
     replica, memory = refused(), Aimd(add=3.0, factor=0.5)
     memory.admit(replica, entrants((4, 399)), PACE)
-    memory.stepped(replica, 0)
-    memory.stepped(replica, 0)
+    memory.on_step(replica, 0)
+    memory.on_step(replica, 0)
     assert memory.limit == 106
-    memory.stepped(replica, 3)
+    memory.on_step(replica, 3)
     assert memory.limit == 53
     for _ in range(20):
-        memory.stepped(replica, 0)
+        memory.on_step(replica, 0)
     assert memory.limit == 53 + 3 * 5, "eight steps after it was asked last none is known to be held back"
 
 
@@ -203,10 +203,10 @@ def test_overcommit_is_sglangs_ratio(
     running = []
     for prompt, max_new, produced in rows:
         produced = min(produced, max_new - 1)
-        replica.add(known=prompt + produced, prompt=prompt, limit=prompt + max_new)
+        replica.add(known_tokens=prompt + produced, prompt=prompt, limit=prompt + max_new)
         running.append((max_new, produced))
     for preempts in events:
-        memory.stepped(replica, int(preempts))
+        memory.on_step(replica, int(preempts))
         if preempts:
             other.retracted(running)
         else:
@@ -239,7 +239,7 @@ def test_expected_length_is_a_quantile_of_the_possible_ones(outputs: list[int], 
     kept = lengths.snapshot()[quarter_octave(100)]
     assert kept == outputs[-len(kept) :]
     possible = sorted(o for o in kept if o > produced)
-    said = lengths.expected(column(produced), column(100), np.array([dice]))[0]
+    said = lengths.forecast(column(produced), column(100), np.array([dice]))[0]
     beyond = min(max(int(produced / (1 - dice)), produced + 1), 100)
     assert said == (possible[int(dice * len(possible))] if possible else beyond)
 
@@ -249,18 +249,18 @@ def test_ends_beyond_all_lengths_seen_are_spread() -> None:
     lengths = Lengths()
     for _ in range(FEW):
         lengths.learn(5, 10_000)
-    ends = lengths.expected(np.full(1000, 50), np.full(1000, 10_000), np.arange(1000) / 1000)
+    ends = lengths.forecast(np.full(1000, 50), np.full(1000, 10_000), np.arange(1000) / 1000)
     for times in (2, 4, 10):
         assert np.count_nonzero(ends >= times * 50) == pytest.approx(1000 / times, abs=2)
     assert ends.min() == 51
-    assert lengths.expected(column(50), column(80), np.array([0.9])) == 80
+    assert lengths.forecast(column(50), column(80), np.array([0.9])) == 80
 
 
 def test_lengths_are_pooled_until_a_group_has_enough() -> None:
     lengths = Lengths()
 
     def expected(produced: int, limit: int, dice: float = 0.0) -> int:
-        return int(lengths.expected(column(produced), column(limit), np.array([dice]))[0])
+        return int(lengths.forecast(column(produced), column(limit), np.array([dice]))[0])
 
     for _ in range(FEW - 1):
         lengths.learn(5, 100)
@@ -284,7 +284,7 @@ def test_lengths_start_anew_when_they_become_other_ones() -> None:
     dice = np.arange(0.05, 1, 0.1)
 
     def median(produced: int = 0) -> float:
-        return float(np.median(lengths.expected(column(*[produced] * 10), column(*[1000] * 10), dice)))
+        return float(np.median(lengths.forecast(column(*[produced] * 10), column(*[1000] * 10), dice)))
 
     for length in rng.integers(20, 40, 2000).tolist():
         lengths.learn(length, 1000)
@@ -324,7 +324,7 @@ def test_lengths_start_anew_when_their_spread_changes(sigmas: tuple[float, float
         first = drops(lengths, lognormal(seed + 1000, 96, sigmas[1]))
         assert first and first[0] <= 64, seed
         dice = np.arange(0.005, 1, 0.01)
-        said = lengths.expected(column(*[0] * 100), column(*[10_000] * 100), dice)
+        said = lengths.forecast(column(*[0] * 100), column(*[10_000] * 100), dice)
         share = float(np.mean((said > 300 / 1.5) & (said < 300 * 1.5)))
         true = 0.264 if sigmas[1] == 1.2 else 0.823  # P(|z| < ln 1.5 / sigma)
         assert abs(share - true) < 0.2, (seed, share)
@@ -351,7 +351,7 @@ def test_restored_lengths_forecast_as_those_before() -> None:
     dice, produced = np.arange(0, 1, 0.05), column(*[0, 100, 300, 900] * 5)
     for limit in (500, 8000, 70):
         columns = produced, column(*[limit] * 20), dice
-        assert after.expected(*columns).tolist() == before.expected(*columns).tolist()
+        assert after.forecast(*columns).tolist() == before.forecast(*columns).tolist()
     for output in lognormal(4, 320, 0.5):
         before.learn(output, 8000)
         after.learn(output, 8000)
@@ -361,7 +361,7 @@ def test_restored_lengths_forecast_as_those_before() -> None:
 def test_groups_without_the_pooled_one_forecast_for_themselves() -> None:
     lengths = Lengths()
     lengths.restore({35: [200] * ENOUGH, 51: [9] * (ENOUGH - 1)})
-    said = lengths.expected(column(0, 0, 40), column(500, 8000, 70), np.array([0.5, 0.5, 0.5]))
+    said = lengths.forecast(column(0, 0, 40), column(500, 8000, 70), np.array([0.5, 0.5, 0.5]))
     assert said.tolist() == [200, 1, 70], "8000 has too few; longer than all that were seen is twice as long"
 
 
@@ -381,28 +381,28 @@ def test_expected_lengths_admit_what_max_tokens_would_keep_out_and_a_storm_is_da
     """100 blocks of 4. Ten run with 8 tokens of 1000 each; all that ever finished had 12 outputs: 5 blocks each."""
     replica, memory = Rows(blocks=100), Expected()
     for _ in range(10):
-        replica.add(known=8, prompt=8, limit=1008)
+        replica.add(known_tokens=8, prompt=8, limit=1008)
     coming = entrants(*[(8, 1007)] * 20)
     assert memory.admit(replica, coming, PACE).size == 20, "nothing is known: only what is used counts, as in Watermark"
     for _ in range(ENOUGH):
-        memory.finished(8, 12, 1000)
+        memory.on_finish(8, 12, 1000)
     taken = memory.admit(replica, coming, PACE)
     assert taken.tolist() == [2] * 9, "99 blocks are spoken for at 5 each (8 + 12 - 1 tokens), 10 of them running"
-    memory.stepped(replica, 5)
+    memory.on_step(replica, 5)
     assert memory.spare == pytest.approx(0.06)
     assert memory.admit(replica, coming, PACE).size == 8, "94 // 5 - 10"
-    memory.stepped(replica, 1000)
+    memory.on_step(replica, 1000)
     assert memory.spare == 0.1
     for _ in range(200 * 10):
-        memory.stepped(replica, 0)
+        memory.on_step(replica, 0)
     assert memory.spare == pytest.approx(0.01)
 
 
 def test_a_preempted_one_is_expected_by_what_it_has_produced() -> None:
     replica, memory = Rows(blocks=100), Expected()
-    replica.add(known=300, prompt=280, limit=360)
+    replica.add(known_tokens=300, prompt=280, limit=360)
     for output in [10] * 24 + [70] * 8:
-        memory.finished(8, output, 80)
+        memory.on_finish(8, output, 80)
     # The one that runs has 20 outputs, so it will have 70, in 49 steps. Then 40 + 70 - 1 tokens do not fit beside it,
     # 25 + 10 - 1 do in 9 steps.
     assert memory.admit(replica, entrants((55, 119), prompt=[40]), PACE).size == 0

@@ -57,7 +57,7 @@ def test_budgets_are_bounded_by_what_the_worker_takes() -> None:
 def decoding(count: int, known: int = 100, **columns: int) -> Rows:
     replica = Rows(slots=64, blocks=4000)
     for _ in range(count):
-        replica.add(known=known, limit=4000, **columns)
+        replica.add(known_tokens=known, limit=4000, **columns)
     return replica
 
 
@@ -75,7 +75,7 @@ def test_the_ema_budget_is_that_of_the_facts_sheet() -> None:
 
 
 def known_model(replica: Rows, c0: float, c1: float, c2: float, c3: float) -> None:
-    replica.model.observed = 100
+    replica.model.observations = 100
     replica.model.c0, replica.model.c1, replica.model.c2, replica.model.c3 = c0, c1, c2, c3
 
 
@@ -93,7 +93,7 @@ def test_a_declared_limit_bounds_the_model_budget(
         replica.limit_tbt(slot, limit_ns)
     slots = replica.slots
     if depth:
-        replica.add(known=3990, planned=depth, limit=4000)
+        replica.add(known_tokens=3990, planned_tokens=depth, limit=4000)
     known_model(replica, c0, c1, c2, c3)
     replica.model.prompts_observed, replica.model.largest_seen = 16, 8192
     count, context = len(limits), len(limits) * (known - 1)
@@ -125,7 +125,7 @@ def test_prompts_get_share_of_step_that_they_have_of_requests() -> None:
     assert part.budget(replica, replica.slots, 0, 0, waiting=10) == pytest.approx(10 + 1500, abs=1)
     assert part.budget(replica, replica.slots, 0, 0, waiting=5) == pytest.approx(10 + 875, abs=1)
     assert part.budget(replica, replica.slots, 0, 0, waiting=0) == pytest.approx(10 + 250, abs=1)
-    replica.add(known=300, limit=4000, planned=100)
+    replica.add(known_tokens=300, limit=4000, planned_tokens=100)
     assert part.budget(replica, replica.slots[:10], 0, 0, waiting=4) == pytest.approx(10 + 875, abs=1), (
         "one is computed"
     )
@@ -151,7 +151,7 @@ def test_low_decodes_take_as_long_as_the_others_do_alone(
 ) -> None:
     replica = decoding(others)
     for _ in range(low):
-        replica.add(known=100, limit=4000, priority=3)
+        replica.add(known_tokens=100, limit=4000, priority=3)
     part, rows = ModelBudget(), replica.slots
     assert part.low_decodes(replica, rows[:others], rows[others:]) == low, "before the model has seen 16 steps"
     known_model(replica, base_ms * MS, token_ms * MS, 0, 0)
@@ -164,7 +164,7 @@ def test_low_prompts_and_decodes_do_not_size_a_step_beside_better_classes() -> N
     """10 ms a step and 10 us a token: without a prompt that counts the share is 0.2, which 250 tokens have."""
     replica = decoding(10)
     for _ in range(30):
-        replica.add(known=3000, limit=4000, planned=100, priority=3)
+        replica.add(known_tokens=3000, limit=4000, planned_tokens=100, priority=3)
     known_model(replica, 9.9 * MS, 0.01 * MS, 0, 0)
     decodes = replica.slots[:10]
     assert ModelBudget().budget(replica, decodes, 0, 0) == pytest.approx(10 + 250, abs=1)
@@ -172,7 +172,7 @@ def test_low_prompts_and_decodes_do_not_size_a_step_beside_better_classes() -> N
     assert ModelBudget().budget(replica, decodes, 0, 0) == 10 + 11, "as long again"
     assert ModelBudget().budget(replica, replica.slots[:40], 0, 0) == 40, "30 low decodes take longer"
     known_model(replica, 9.9 * MS, 0.01 * MS, 0, 0)
-    replica.add(known=3000, limit=4000, planned=100)
+    replica.add(known_tokens=3000, limit=4000, planned_tokens=100)
     assert ModelBudget().budget(replica, decodes, 0, 0) == pytest.approx(10 + 375, abs=1), "one of eleven counts"
 
 
@@ -180,8 +180,8 @@ def test_low_prompts_and_decodes_do_not_size_a_step_beside_better_classes() -> N
 def test_prompt_of_better_class_alone_has_its_tokens_beside_low_ones(rest: int, tokens: int) -> None:
     """All of its prompt in one step; low prompts fill it to twice the time of a step without tokens."""
     replica = decoding(10, priority=3)
-    replica.add(known=3000, limit=4000, planned=100, priority=3)
-    replica.add(known=100 + rest, limit=4000, planned=100)
+    replica.add(known_tokens=3000, limit=4000, planned_tokens=100, priority=3)
+    replica.add(known_tokens=100 + rest, limit=4000, planned_tokens=100)
     known_model(replica, 9.9 * MS, 0.01 * MS, 0, 0)
     assert ModelBudget().budget(replica, replica.slots[:10], 0, 0) == pytest.approx(10 + tokens, abs=3)
 
@@ -189,16 +189,16 @@ def test_prompt_of_better_class_alone_has_its_tokens_beside_low_ones(rest: int, 
 def test_low_steps_take_twice_as_long_as_their_decodes_where_better_classes_come() -> None:
     replica, part = decoding(10, priority=3), ModelBudget()
     for _ in range(30):
-        replica.add(known=3000, limit=4000, planned=100, priority=3)
+        replica.add(known_tokens=3000, limit=4000, planned_tokens=100, priority=3)
     known_model(replica, 9.9 * MS, 0.01 * MS, 0, 0)
     decodes = replica.slots[:10]
     assert part.budget(replica, decodes, 0, 0) > 10 + 1000
     beside = decoding(10)
     known_model(beside, 9.9 * MS, 0.01 * MS, 0, 0)
-    part.stepped(beside, 10, 10, 0)
+    part.on_step(beside, 10, 10, 0)
     assert part.budget(replica, decodes, 0, 0) == pytest.approx(10 + 1000, abs=1)
     for _ in range(256):
-        part.stepped(replica, 10, 10, 0)
+        part.on_step(replica, 10, 10, 0)
     assert part.budget(replica, decodes, 0, 0) > 10 + 1000
 
 
@@ -206,9 +206,9 @@ def test_low_steps_take_twice_as_long_as_their_decodes_where_better_classes_come
 def test_better_class_passes_a_low_prompt_that_age_has_not_lifted(priority: int, ttft: int, passes: bool) -> None:
     replica, now = Rows(), 30 * S
     for row_class, age_s in ((3, 9), (3, 11), (2, 9), (0, 0)):
-        replica.add(known=100, limit=4000, planned=10, priority=row_class, arrived=now - age_s * S)
+        replica.add(known_tokens=100, limit=4000, planned_tokens=10, priority=row_class, arrival_ns=now - age_s * S)
     head = waiting(9, now, priority=priority, ttft=ttft)
-    passed = ClassThenSlack().passed(replica.table, replica.slots, head, now)
+    passed = ClassThenSlack().find_overtaken(replica.table, replica.slots, head, now)
     assert passed.tolist() == [passes, False, False, False]
 
 
@@ -221,7 +221,7 @@ def past_a_knee(waits: int, beside: int = 0) -> ModelBudget:
     for step in range(1000):
         if step < beside:
             part.budget(replica, replica.slots, 0, 0, waiting=waits)
-        part.stepped(replica, 10, 10, 0)
+        part.on_step(replica, 10, 10, 0)
     return part
 
 
@@ -369,7 +369,7 @@ def test_alone_in_small_step_a_prompt_gets_what_there_is() -> None:
 def test_static_batch_is_no_larger_than_what_may_run() -> None:
     replica, part = Rows(), Static(max_bs=32)
     assert part.max_new_seqs(replica, 20, 4, 0, 0) == 4
-    part.joined(replica, 4)
+    part.on_enter(replica, 4)
     replica.table.count = 3  # one has ended
     assert part.max_new_seqs(replica, 16, 4, 0, 0) == 0
 
@@ -389,8 +389,8 @@ def test_victims_by_hand() -> None:
         (3, 9, 1, 90, 80, 91), (5, 8, 3, 50, 40, 51), (4, 12, 3, 30, 20, 31), (9, 11, 2, 20, 10, 12),
     ):  # fmt: skip
         replica.add(
-            known=applied, limit=500, arrived=arrived, generation=generation, priority=priority, planned=planned,
-            prompt=prompt, applied=applied,
+            known_tokens=applied, limit=500, arrival_ns=arrived, generation=generation, priority=priority,
+            planned_tokens=planned, prompt=prompt, applied_tokens=applied,
         )  # fmt: skip
     table, all_of = replica.table, replica.slots
     assert Newest().choose(table, all_of) == 3
@@ -403,7 +403,7 @@ def test_victims_by_hand() -> None:
 
 def test_ways_out() -> None:
     replica = Rows(blocks=1000)
-    slot = replica.add(known=401, limit=900)  # 400 planned, 101 blocks held
+    slot = replica.add(known_tokens=401, limit=900)  # 400 planned, 101 blocks held
     assert recompute(replica, slot) is Mode.RECOMPUTE and swap(replica, slot) is Mode.SWAP
     assert cheaper(replica, slot) is Mode.RECOMPUTE, "nothing was measured"
     known_model(replica, 5e6, 500.0, 0.0, 1.0)  # again: 400 * 500 + 400 * 401 / 2 = 280,200 ns
@@ -428,37 +428,37 @@ def test_the_running_are_sorted_as_a_sort_by_key_would() -> None:
         prompt = int(rng.integers(1, 3000))
         output = int(rng.integers(0, 3))
         replica.add(
-            known=prompt + output, prompt=prompt, limit=3999, number=number, priority=int(rng.integers(0, 4)),
-            arrived=int(rng.integers(70, 100)) * S, ttft_slo_ns=int(rng.choice([0, S, 20 * S])),
+            known_tokens=prompt + output, prompt=prompt, limit=3999, number=number, priority=int(rng.integers(0, 4)),
+            arrival_ns=int(rng.integers(70, 100)) * S, ttft_slo_ns=int(rng.choice([0, S, 20 * S])),
             tbt_slo_ns=int(rng.choice([0, 50 * MS])), last_token_ns=now - int(rng.integers(0, 200)) * MS,
-            planned=prompt + output - 1 if output else int(rng.integers(0, prompt)),
+            planned_tokens=prompt + output - 1 if output else int(rng.integers(0, prompt)),
         )  # fmt: skip
     slots = rng.permutation(32).astype(np.int32)
 
     def lifted(s: int) -> int:
-        return max(int(table.priority[s]) - int(now - table.arrived[s]) // (10 * S), 0)
+        return max(int(table.priority[s]) - int(now - table.arrival_ns[s]) // (10 * S), 0)
 
     def due(s: int, token_ns: int) -> int:
-        if table.applied[s] > table.prompt[s]:
+        if table.applied_tokens[s] > table.prompt[s]:
             return int(table.last_token_ns[s]) + int(table.tbt_slo_ns[s] or 100 * MS)
-        rest = int(table.known[s] - table.planned[s])
-        return int(table.arrived[s]) + int(table.ttft_slo_ns[s] or 2 * S) - rest * token_ns
+        rest = int(table.known_tokens[s] - table.planned_tokens[s])
+        return int(table.arrival_ns[s]) + int(table.ttft_slo_ns[s] or 2 * S) - rest * token_ns
 
     def slack(s: int) -> tuple[int, ...]:
-        late = table.applied[s] == table.prompt[s] and due(s, 50_000) < now
-        return lifted(s), int(late), int(table.arrived[s]) if late else due(s, 50_000), s
+        late = table.applied_tokens[s] == table.prompt[s] and due(s, 50_000) < now
+        return lifted(s), int(late), int(table.arrival_ns[s]) if late else due(s, 50_000), s
 
     def ratio(s: int) -> float:
-        return -float(now - table.arrived[s]) / float(table.known[s])
+        return -float(now - table.arrival_ns[s]) / float(table.known_tokens[s])
 
     keys = (
-        (FirstCome(), lambda s: (table.arrived[s], s)),
-        (ClassThenArrival(), lambda s: (lifted(s), table.arrived[s], s)),
-        (ClassThenTtft(), lambda s: (table.priority[s], table.arrived[s] + int(table.ttft_slo_ns[s] or 2 * S), s)),
+        (FirstCome(), lambda s: (table.arrival_ns[s], s)),
+        (ClassThenArrival(), lambda s: (lifted(s), table.arrival_ns[s], s)),
+        (ClassThenTtft(), lambda s: (table.priority[s], table.arrival_ns[s] + int(table.ttft_slo_ns[s] or 2 * S), s)),
         (ClassThenSlack(), slack),
-        (LeastSlack(), lambda s: (max(due(s, 50_000) - now, 1), table.arrived[s], s)),
-        (ShortestPrompt(), lambda s: (table.known[s] - table.planned[s], table.arrived[s], s)),
-        (ResponseRatio(), lambda s: (ratio(s), table.arrived[s], s)),
+        (LeastSlack(), lambda s: (max(due(s, 50_000) - now, 1), table.arrival_ns[s], s)),
+        (ShortestPrompt(), lambda s: (table.known_tokens[s] - table.planned_tokens[s], table.arrival_ns[s], s)),
+        (ResponseRatio(), lambda s: (ratio(s), table.arrival_ns[s], s)),
     )
     for order, key in keys:
         assert order.sort(table, slots, now).tolist() == sorted(slots.tolist(), key=key), order
@@ -475,7 +475,7 @@ def test_step_of_handed_over_prompts_takes_half_the_limit() -> None:
     replica.limits.role = PREFILL
     assert ModelBudget().budget(replica, none, 0, 0) == pytest.approx(4550, rel=0.02)
     replica.token_time.observe(100, 1 * MS)
-    replica.add(known=100, limit=4000, planned=10, tbt_slo_ns=20 * MS)
+    replica.add(known_tokens=100, limit=4000, planned_tokens=10, tbt_slo_ns=20 * MS)
     assert ModelBudget().budget(replica, none, 0, 0) == pytest.approx(750, rel=0.06)
     replica.limit_tbt(0, 2 * MS)
     assert ModelBudget().budget(replica, none, 0, 0) == 64, "prompts are not kept out"

@@ -49,10 +49,10 @@ class Model:
         return min(self.waiting, key=lambda s: (arrival(s), s.number))
 
     def swapped(self, now: int) -> Sequence:
-        return min(self.waiting, key=lambda s: (not s.swapped, arrival(s), s.number))
+        return min(self.waiting, key=lambda s: (not s.is_swapped, arrival(s), s.number))
 
     def shortest(self, now: int) -> Sequence:
-        return min(self.waiting, key=lambda s: (s.known, s.number))
+        return min(self.waiting, key=lambda s: (s.known_tokens, s.number))
 
     def prefix(self, now: int) -> Sequence:
         return min(self.waiting, key=lambda s: (-s.prefix.hits, arrival(s), s.number))
@@ -64,8 +64,8 @@ class Model:
         """Of the oldest of each quarter octave the one with the highest (waited + work) / work."""
         heads: dict[int, Sequence] = {}
         for s in sorted(self.waiting, key=lambda s: (arrival(s), s.number)):
-            heads.setdefault(octave(s.known), s)
-        ratios = {s: (now - arrival(s)) / (s.known * TOKEN_NS) for s in heads.values()}  # less one
+            heads.setdefault(octave(s.known_tokens), s)
+        ratios = {s: (now - arrival(s)) / (s.known_tokens * TOKEN_NS) for s in heads.values()}  # less one
         return max((heads[size] for size in sorted(heads)), key=lambda s: ratios[s])
 
     def slack(self, among: list[Sequence], now: int, weight: int, late_first: bool) -> Sequence:
@@ -144,7 +144,7 @@ def test_head_is_one_that_search_of_all_the_waiting_finds(order: str, events: li
             sequence = waiting(number, now - number % 3 * S, tokens, priority, ttft)
             sequence.prefix.hits = int(hits) * 16
             if hits == 5:
-                sequence.saved = SavedKV(0, np.zeros(1, np.int32), 1, 0, True)
+                sequence.saved_kv = SavedKV(0, np.zeros(1, np.int32), 1, 0, True)
             push(sequence)
         elif kind == "tick":
             now += at * 40 * MS
@@ -215,11 +215,11 @@ def test_above_128_waiting_prefixes_are_not_looked_at() -> None:
 def test_swapped_one_that_lost_its_copy_stands_with_the_others() -> None:
     queue = FirstCome(True).queue()
     swapped = waiting(5, 5)
-    swapped.saved = SavedKV(0, np.zeros(2, np.int32), 2, 0, True)
+    swapped.saved_kv = SavedKV(0, np.zeros(2, np.int32), 2, 0, True)
     for sequence in (waiting(1, 1), swapped, waiting(9, 9)):
         queue.push(sequence, 10)
     assert queue.head(10).number == 5
-    swapped.saved = None
+    swapped.saved_kv = None
     assert [s.number for s in drained(queue, 10)] == [1, 5, 9]
 
 
@@ -267,7 +267,7 @@ def _entries(thing: object, seen: set[int]) -> int:
 
 def _serve(order: Fair, tenants: list[int], tokens: list[int]) -> None:
     """A step gave so many tokens to these, all of class normal."""
-    order.served(np.array(tenants, np.int32), np.full(len(tenants), 2, np.int32), np.array(tokens, np.int32))
+    order.count_served(np.array(tenants, np.int32), np.full(len(tenants), 2, np.int32), np.array(tokens, np.int32))
 
 
 def test_returning_tenant_is_lifted_to_the_least_present_counter() -> None:
@@ -328,7 +328,7 @@ def test_fair_heads_are_those_of_a_search(events: list[tuple[str, int, int]]) ->
                 queue.push(sequence, 0)
             else:
                 all_of.remove(sequence)
-                taken[sequence.record.tenant] += sequence.known
+                taken[sequence.record.tenant] += sequence.known_tokens
         least = min(
             all_of,
             key=lambda s: (int(order.counters.counter[s.record.tenant]) + taken[s.record.tenant], arrival(s), s.number),

@@ -41,16 +41,16 @@ def _share(spare: Spare | None = None) -> ByShare:
 def test_tenant_that_was_given_more_stands_back(tenants: list[int], tokens: int, order: list[int]) -> None:
     share = _share()
     push(share, tenants)
-    share.served(np.array([0]), np.array([tokens]))
+    share.count_served(np.array([0]), np.array([tokens]))
     assert [s.number for s in drained(share, 2)] == order
 
 
 def test_tenant_that_stood_back_comes_again_when_others_have_caught_up() -> None:
     share = _share()
     push(share, [0, 1, 0, 1])
-    share.served(np.array([0, 1]), np.array([ALLOWANCE + 1, 0]))
+    share.count_served(np.array([0, 1]), np.array([ALLOWANCE + 1, 0]))
     assert share.head(2).number == 1
-    share.served(np.array([0, 1]), np.array([0, ALLOWANCE]))
+    share.count_served(np.array([0, 1]), np.array([0, ALLOWANCE]))
     assert share.head(3).number == 0
 
 
@@ -58,7 +58,7 @@ def test_one_that_ran_before_is_never_held() -> None:
     share = _share()
     share.push(waiting(0, 0, tenant=0, outputs=3), 1)
     share.push(waiting(1, 1, tenant=1), 1)
-    share.served(np.array([0]), np.array([100 * ALLOWANCE]))
+    share.count_served(np.array([0]), np.array([100 * ALLOWANCE]))
     assert share.head(2).number == 0
 
 
@@ -72,7 +72,7 @@ def test_what_is_taken_within_a_step_counts_at_once_and_until_its_end() -> None:
     assert taken == [0, 0, 1]
     share.push(waiting(6, 6, tenant=1), 1)
     assert share.head(1).record.tenant == 1
-    share.served(np.array([0, 1]), np.array([0, 0]))  # the step computed nothing of them
+    share.count_served(np.array([0, 1]), np.array([0, 0]))  # the step computed nothing of them
     assert share.head(2).record.tenant == 0
 
 
@@ -93,7 +93,7 @@ def test_each_class_has_counters_of_its_own() -> None:
     queue = order.queue()
     for number, (tenant, priority) in enumerate([(0, LOW), (1, LOW), (0, NORMAL), (1, NORMAL), (0, LOW)]):
         queue.push(waiting(number, number, tenant=tenant, priority=priority), 1)
-    order.served(np.array([0, 1]), np.array([LOW, LOW]), np.array([ALLOWANCE + 1, 0]))
+    order.count_served(np.array([0, 1]), np.array([LOW, LOW]), np.array([ALLOWANCE + 1, 0]))
     assert [s.number for s in drained(queue, 2)] == [2, 3, 1, 0, 4]
 
 
@@ -115,7 +115,7 @@ def _full(order: ClassThenSlack, tenants: list[int], running: list[int], most: i
     rows = Rows(slots=most, blocks=most)
     for tenant, count in enumerate(running):
         for _ in range(count):
-            rows.add(known=1, limit=9, tenant=tenant)
+            rows.add(known_tokens=1, limit=9, tenant=tenant)
     order.keep_slots(rows.table, most, len(tenants))
     return queue
 
@@ -143,7 +143,7 @@ def test_tenant_that_left_slots_enters_when_more_are_free() -> None:
     assert [s.number for s in drained(queue, 2)] == [2]
     rows = Rows(slots=64, blocks=64)
     for tenant in [0] * 31 + [1] * 31:
-        rows.add(known=1, limit=9, tenant=tenant)
+        rows.add(known_tokens=1, limit=9, tenant=tenant)
     order.keep_slots(rows.table, 64, 2)
     assert queue.head(3).number == 0, "31 of 64 are less than an even share of two"
     order.keep_slots(Rows(slots=64).table, 64, 2)
@@ -160,7 +160,7 @@ def test_urgent_tenants_leave_no_slot_while_lower_classes_can_yield() -> None:
     push(queue, [0, 0, 1], priority=1)
     rows = Rows(slots=64, blocks=64)
     for _ in range(63):
-        rows.add(known=1, limit=9, tenant=0, priority=1)
+        rows.add(known_tokens=1, limit=9, tenant=0, priority=1)
     order.keep_slots(rows.table, 64, 3)
     assert queue.head(2).number == 2
     rows.table.priority[5] = LOW
@@ -192,7 +192,7 @@ def test_head_is_not_ahead_unless_all_are(events: list[tuple[str, int, int]]) ->
             share.push(sequence, now)
             all_of.append(sequence)
         elif kind == "served" and share.several:
-            share.served(np.array([tenant]), np.array([tokens]))
+            share.count_served(np.array([tenant]), np.array([tokens]))
             charged.clear()
         elif kind == "spare":
             spare.count(np.array([tenant, 2, 1, 4 - tenant, 0]), 5, 8, tokens % 4 - 1)
@@ -212,12 +212,12 @@ def test_head_is_not_ahead_unless_all_are(events: list[tuple[str, int, int]]) ->
                 all_of.remove(sequence)
                 if several:
                     tenant = sequence.record.tenant
-                    charged[tenant] = charged.get(tenant, 0) + sequence.known
+                    charged[tenant] = charged.get(tenant, 0) + sequence.known_tokens
         assert sorted(s.number for s in share) == sorted(s.number for s in all_of)
         assert bool(share) == bool(all_of)
         later = len(events) + now  # a moment of its own
         head = share.head(later)
-        may = {s.record.tenant for s in all_of if not spare.barred(s.record.tenant)}
+        may = {s.record.tenant for s in all_of if not spare.is_barred(s.record.tenant)}
         assert (head is None) == (not may)
         if head is not None:
             used = {t: int(share.counters.counter[t]) + charged.get(t, 0) for t in {s.record.tenant for s in all_of}}

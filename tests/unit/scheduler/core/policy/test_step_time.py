@@ -91,7 +91,7 @@ def test_before_any_observation_nothing_is_predicted_and_nothing_binds() -> None
     model = StepTime()
     model.observe(10, 10, 0.0, 0)
     model.observe(10, 10, 0.0, -5)
-    assert model.observed == 0
+    assert model.observations == 0
     assert model.predict(100, 100, 100) == 0.0
     assert model.largest(1e6, 3, 100) == UNBOUNDED
 
@@ -99,7 +99,7 @@ def test_before_any_observation_nothing_is_predicted_and_nothing_binds() -> None
 def test_one_observation_is_enough_for_a_prediction() -> None:
     model = StepTime()
     model.observe(8, 4000, 0.0, 5_000_000)
-    assert model.observed == 1
+    assert model.observations == 1
     assert model.predict(8, 4000) == pytest.approx(5e6, rel=0.01)
 
 
@@ -263,7 +263,7 @@ def test_balanced_is_the_size_at_which_prompts_have_their_share(knees: list[tupl
     model.c0, model.c1, model.c2, model.knees = 5e6, 2e3, 10.0, knees
     for decodes in (1, 40, 200):
         for share in (0.05, 0.3, 0.5, 0.9):
-            found = model.balanced(share, decodes, 20_000)
+            found = model.balanced_tokens(share, decodes, 20_000)
             ratio = share / (1 - share)  # W / D = N * n / P
             sizes = np.arange(1, 200_000)
             time = 5e6 + 10.0 * 20_000 + 2e3 * (decodes + sizes)
@@ -271,7 +271,7 @@ def test_balanced_is_the_size_at_which_prompts_have_their_share(knees: list[tupl
                 time = time + more * np.maximum(decodes + sizes - knee, 0)
             cost = time / sizes * ratio * max(found, 1) + time  # P / N = ratio * n at the size chosen
             assert abs(int(sizes[cost.argmin()]) - found) <= 1
-    assert model.balanced(1.0, 10, 100) == UNBOUNDED
+    assert model.balanced_tokens(1.0, 10, 100) == UNBOUNDED
 
 
 def test_largest_is_exact_where_limit_is_time_of_a_chunk() -> None:
@@ -322,12 +322,12 @@ def test_swap_time_starts_at_link_and_follows_what_is_measured() -> None:
 
 def test_touched_experts_are_those_of_even_routing() -> None:
     model, device = StepTime(EXPERTS, PER_TOKEN), Mixture(1)
-    assert model.touched(0) == 0 and model.touched(1) == pytest.approx(PER_TOKEN)
+    assert model.touched_experts(0) == 0 and model.touched_experts(1) == pytest.approx(PER_TOKEN)
     for tokens, about in ((8, 52), (16, 82), (32, 112), (400, 128)):
-        assert model.touched(tokens) == pytest.approx(about, abs=0.5)
+        assert model.touched_experts(tokens) == pytest.approx(about, abs=0.5)
         drawn = np.mean([device.distinct(tokens) for _ in range(200)])
-        assert model.touched(tokens) == pytest.approx(drawn, rel=0.02)
-    assert StepTime().touched(5) == 0
+        assert model.touched_experts(tokens) == pytest.approx(drawn, rel=0.02)
+    assert StepTime().touched_experts(5) == 0
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -369,7 +369,7 @@ def test_budget_of_prompts_takes_all_experts_for_read() -> None:
     """n * t'(n) / t(n) is the share, t with every expert: read once, they do not count as the prompt tokens' time."""
     model = StepTime(EXPERTS, PER_TOKEN)
     model.c0, model.c1, model.c4 = 1e6, 1e4, 2e4
-    tokens = model.balanced(0.5, 2, 0)
+    tokens = model.balanced_tokens(0.5, 2, 0)
     assert tokens == pytest.approx(100 + 2 + 256, abs=2)
 
 
