@@ -178,9 +178,9 @@ class _Desk:
         """Return the ns of the statistics, of the script's arguments, and of the bytes of its EVALSHA."""
         plan, outcome = done.plan, done.outcome
         begin = time.perf_counter_ns()
-        self._in_flight.sent(plan)
+        self._in_flight.add(plan)
         self._stats.step(plan.decode_tokens, plan.prefill_tokens, done.plan_ns)
-        self._in_flight.answered(plan.id)
+        self._in_flight.pop(plan.id)
         self._stats.result(done.result.step_ns, 0, plan.prefill_tokens, plan.decode_tokens)
         self._stats.outcome(outcome, begin)
         counted = time.perf_counter_ns()

@@ -46,7 +46,7 @@ class LengthRecord:
         self._lease = lease
         self._key = key
         self._letters = letters
-        self._written: Mapping[int, list[int]] = {}
+        self._written_counts: Mapping[int, list[int]] = {}
         self._due_s = 0.0
 
     async def restore(self) -> None:
@@ -56,7 +56,7 @@ class LengthRecord:
         (stored,) = await pipe.execute(raise_on_error=False)
         groups = self._letters.read(self._key, stored, self._decode) or {}
         self._core.restore_lengths(groups)
-        self._written = groups
+        self._written_counts = groups
         if groups:
             log.info("output lengths of %d groups of max_tokens restored", len(groups))
 
@@ -75,11 +75,11 @@ class LengthRecord:
 
         The hash is replaced as a whole, so a field that could not be read goes too.
         """
-        if now_s < self._due_s or (groups := self._core.lengths()) == self._written:
+        if now_s < self._due_s or (groups := self._core.lengths()) == self._written_counts:
             return
         row: list[Value] = [word for group, lengths in groups.items() for word in (group, pack(lengths))]
         await self._lease.write(["DEL", self._key], ["HSET", self._key, *row], ["PEXPIRE", self._key, LIVE_TTL_MS])
-        self._written, self._due_s = groups, now_s + WRITE_S
+        self._written_counts, self._due_s = groups, now_s + WRITE_S
 
     async def close(self) -> None:
         """Write what has changed since the last write, before a clean stop."""

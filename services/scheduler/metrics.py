@@ -272,14 +272,14 @@ class Metrics:
 
     def report(self, stats: Mapping[str, Any]) -> None:
         """Take the fields of `stats:{shard}`, once a second, and count the values observed since."""
-        held = _used(stats)
+        held = _used_blocks(stats)
         usage = held["blocks_used"] / max(1, int(stats.get("blocks_total", 0)))
         self._reports.stats = {**stats, **held, "kv_usage": usage}
         self._histograms.settle()
 
     def replicas(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
         """Take the rows of `stats:{shard}:replicas`, once a second."""
-        self._reports.replicas = {name: {**figures, **_used(figures)} for name, figures in rows.items()}
+        self._reports.replicas = {name: {**figures, **_used_blocks(figures)} for name, figures in rows.items()}
 
     def call(self, script: str, seconds: float) -> None:
         """Observe the duration of a Redis script."""
@@ -292,7 +292,7 @@ class Metrics:
         self._step_tokens.observe(decode, DECODE)
         self._step_tokens.observe(prefill, PREFILL)
 
-    def planned(self, spent_ns: int) -> None:
+    def observe_plan(self, spent_ns: int) -> None:
         """Observe the time that the core took to plan or apply a step."""
         self._plan.observe(spent_ns / 1e9)
 
@@ -313,7 +313,7 @@ class Metrics:
             self._on_end(finished, life)
 
 
-def _used(stats: Mapping[str, Any]) -> dict[str, int]:
+def _used_blocks(stats: Mapping[str, Any]) -> dict[str, int]:
     """Return the blocks of both tiers that sequences hold: blocks that are not free, cached or draining."""
     return {
         f"{tier}blocks_used": int(stats.get(f"{tier}blocks_total", 0))

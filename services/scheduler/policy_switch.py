@@ -60,9 +60,9 @@ class PolicySwitch:
         self._core = core
         self._event = event
         self._key = key
-        self._configured = core.policy.name
+        self._configured_policy = core.policy.name
         self._in_force = core.policy
-        self._pending = ""
+        self._pending_policy = ""
 
     @property
     def name(self) -> str:
@@ -77,8 +77,8 @@ class PolicySwitch:
         if record is None:
             return
         name, configured = record
-        if configured != self._configured:
-            log.info("policy %s, set at run time, gives way to the configured %s", name, self._configured)
+        if configured != self._configured_policy:
+            log.info("policy %s, set at run time, gives way to the configured %s", name, self._configured_policy)
             return
         log.info("policy %s was set at run time", name)
         self.request(name)
@@ -90,10 +90,10 @@ class PolicySwitch:
         except ValueError as error:
             self._refuse(name, str(error))
             return
-        if self._pending and self._pending != name:
-            self._refuse(self._pending, f"{name} was requested before it could take over")
-        self._pending = name if name != self.name else ""
-        if not self._pending:
+        if self._pending_policy and self._pending_policy != name:
+            self._refuse(self._pending_policy, f"{name} was requested before it could take over")
+        self._pending_policy = name if name != self.name else ""
+        if not self._pending_policy:
             log.info("policy %s stays in force", name)
             self._event(
                 "policy_changed", f"{name} is in force; no change is pending", first=self._record(), policy=name
@@ -105,16 +105,16 @@ class PolicySwitch:
         """Write the event when the requested policy has taken over."""
         if self._core.policy is self._in_force:
             return
-        before, self._in_force, self._pending = self.name, self._core.policy, ""
+        before, self._in_force, self._pending_policy = self.name, self._core.policy, ""
         log.info("policy %s has taken over from %s", self.name, before)
         text = f"{self.name} has taken over from {before}"
         self._event("policy_changed", text, first=self._record(), policy=self.name)
 
     def _record(self) -> list[Value]:
         """Return the command that remembers the policy in force if it was set at run time, else forgets it."""
-        if self.name == self._configured:
+        if self.name == self._configured_policy:
             return ["DEL", self._key]
-        return ["SET", self._key, json.dumps({"policy": self.name, "configured": self._configured})]
+        return ["SET", self._key, json.dumps({"policy": self.name, "configured": self._configured_policy})]
 
     def _refuse(self, name: str, why: str) -> None:
         log.warning("policy %s refused: %s", name, why)

@@ -59,7 +59,7 @@ class Bisection:
         """Return the requests that are not suspected but must not run beside the trial."""
         return self._bystanders
 
-    def died(self, in_step: Set[str], at_worker: Set[str], unfinished: Set[str]) -> Actions:
+    def on_death(self, in_step: Set[str], at_worker: Set[str], unfinished: Set[str]) -> Actions:
         """Take the death of a worker: return what to park, and what is dead.
 
         in_step: the requests of the step in which it died; empty if no request is at fault. at_worker: the requests of
@@ -85,7 +85,7 @@ class Bisection:
             actions.park = sorted(unfinished - self._trial - set(actions.dead))
         return actions
 
-    def arrived(self, name: str) -> Actions:
+    def on_arrival(self, name: str) -> Actions:
         """Take a new request: it waits with the bystanders while requests are suspected."""
         actions = Actions()
         if self:
@@ -93,7 +93,7 @@ class Bisection:
             self._bystanders.add(name)
         return actions
 
-    def progressed(self, names: Set[str]) -> Actions:
+    def on_progress(self, names: Set[str]) -> Actions:
         """Clear the requests that got a token: their step did not kill the worker."""
         actions = Actions()
         for name in names & self._trial:
@@ -152,14 +152,14 @@ class Quarantine:
         self._give_up = give_up
         self._abandon = abandon
         self._bisection = Bisection()
-        self._suspected: set[str] = set()
-        self._broken: dict[str, tuple[str, Set[str], Set[str]]] = {}  # worker -> arguments of link_lost
+        self._suspects: set[str] = set()
+        self._broken_links: dict[str, tuple[str, Set[str], Set[str]]] = {}  # worker -> arguments of link_lost
         self._died_ns = 0  # time of the last known death of a worker
         self._gateways: dict[str, str] = {}  # request -> its gateway
         self._orphans: dict[str, float] = {}  # request -> start of the time without a gateway, s
         self._background: set[str] = set()
         self._seen_gateways: set[str] = set()
-        self._missing: dict[str, float] = {}  # gateway -> time at which its heartbeat was first missing
+        self._missing_since: dict[str, float] = {}  # gateway -> time at which its heartbeat was first missing
 
     @property
     def has_suspects(self) -> bool:
@@ -168,28 +168,28 @@ class Quarantine:
     @property
     def suspects(self) -> int:
         """Return how many requests are parked until a worker tries them, or links again."""
-        in_steps = (in_step for _, in_step, _ in self._broken.values())
-        return len((self._suspected.union(*in_steps)) & self._gateways.keys())
+        in_steps = (in_step for _, in_step, _ in self._broken_links.values())
+        return len((self._suspects.union(*in_steps)) & self._gateways.keys())
 
     # Suspicion
 
     def link_lost(self, worker: str, identity: str, in_step: Set[str], at_worker: Set[str]) -> None:
         """Park the requests of the oldest step of a worker with a broken link: they might kill another worker.
 
-        They stay parked until `linked` or `find_dead` decides whether the worker died. in_step, at_worker: as in
-        Bisection.died.
+        They stay parked until `on_link` or `find_dead` decides whether the worker died. in_step, at_worker: as in
+        Bisection.on_death.
         """
-        self._broken[worker] = (identity, in_step, at_worker)
+        self._broken_links[worker] = (identity, in_step, at_worker)
         for name in in_step & self._gateways.keys():
             self._core.park(name)
 
-    def linked(self, worker: str, identity: str, now_ns: int) -> None:
+    def on_link(self, worker: str, identity: str, now_ns: int) -> None:
         """Take a linked worker with a joined replica.
 
         A worker has a new identity after a death, so a worker with its old identity was not killed by a step.
         """
-        if worker in self._broken:
-            self._resolve(worker, identity != self._broken[worker][0], now_ns)
+        if worker in self._broken_links:
+            self._resolve(worker, identity != self._broken_links[worker][0], now_ns)
             self._core.assign_dock(now_ns)  # the replica that joined is empty
 
     def find_dead(self, silent: Callable[[str], bool], now_ns: int) -> None:
@@ -197,23 +197,23 @@ class Quarantine:
 
         Without a replica for a trial no request becomes a suspect: another shard may take it.
         """
-        for worker in [worker for worker in self._broken if self._core.alive and silent(worker)]:
+        for worker in [worker for worker in self._broken_links if self._core.alive and silent(worker)]:
             self._resolve(worker, True, now_ns)
 
     def _resolve(self, worker: str, died: bool, now_ns: int) -> None:
-        _, in_step, at_worker = self._broken.pop(worker)
-        self.died(in_step if died else set(), at_worker, now_ns)
+        _, in_step, at_worker = self._broken_links.pop(worker)
+        self.on_death(in_step if died else set(), at_worker, now_ns)
         if died:  # another link that was broken by then says nothing new of these requests: they were not tried since
-            for other, (identity, others_step, others) in self._broken.items():
-                self._broken[other] = (identity, others_step - in_step, others)
+            for other, (identity, others_step, others) in self._broken_links.items():
+                self._broken_links[other] = (identity, others_step - in_step, others)
         for name in sorted(in_step & self._gateways.keys()):
             self._resume(name, now_ns)
 
-    def died(self, in_step: Set[str], at_worker: Set[str], now_ns: int) -> None:
-        """Take the death of a worker; arguments as in Bisection.died."""
+    def on_death(self, in_step: Set[str], at_worker: Set[str], now_ns: int) -> None:
+        """Take the death of a worker; arguments as in Bisection.on_death."""
         if in_step:
             self._died_ns = now_ns
-        self._apply(self._bisection.died(in_step, at_worker, set(self._gateways)), now_ns)
+        self._apply(self._bisection.on_death(in_step, at_worker, set(self._gateways)), now_ns)
 
     @property
     def gateways(self) -> set[str]:
@@ -228,18 +228,18 @@ class Quarantine:
         if not delivered:
             self._orphans[name] = now_ns / 1e9
             self._core.park(name)
-        self._apply(self._bisection.arrived(name), now_ns)
+        self._apply(self._bisection.on_arrival(name), now_ns)
 
-    def progressed(self, names: Set[str], now_ns: int) -> None:
+    def on_progress(self, names: Set[str], now_ns: int) -> None:
         """Take the requests that got a token."""
-        self._apply(self._bisection.progressed(names), now_ns)
+        self._apply(self._bisection.on_progress(names), now_ns)
 
     def remove(self, name: str, now_ns: int) -> None:
         """Forget a request that has ended or left the shard."""
         self._gateways.pop(name, None)
         self._orphans.pop(name, None)
         self._background.discard(name)
-        self._suspected.discard(name)
+        self._suspects.discard(name)
         if self._bisection:
             self._apply(self._bisection.forget(name), now_ns)
 
@@ -247,10 +247,10 @@ class Quarantine:
         no_replica = not self._core.alive  # otherwise bystanders continue at the other replicas
         for name in actions.park:
             if no_replica or name not in self._bisection.bystanders:
-                self._suspected.add(name)
+                self._suspects.add(name)
                 self._core.park(name)
         for name in actions.resume:
-            self._suspected.discard(name)
+            self._suspects.discard(name)
             self._resume(name, now_ns)
         for name in self._bisection.trial & self._orphans.keys():
             self._core.resume(name, now_ns)
@@ -270,10 +270,10 @@ class Quarantine:
             self._core.assign_dock(now_ns)
         gateways = self.gateways
         self._seen_gateways = (self._seen_gateways | alive) & gateways
-        self._missing = {name: self._missing.get(name, now_s) for name in gateways - alive}
-        gone = {name for name, since in self._missing.items() if now_s - since >= self._patience_s(name)}
+        self._missing_since = {name: self._missing_since.get(name, now_s) for name in gateways - alive}
+        gone = {name for name, since in self._missing_since.items() if now_s - since >= self._patience_s(name)}
         for name in [name for name in self._orphans if self._gateways[name] in alive]:
-            self.adopted(name, self._gateways[name], now_ns)
+            self.on_adopt(name, self._gateways[name], now_ns)
         orphans = [name for name, gateway in self._gateways.items() if gateway in gone]
         if fresh := [name for name in orphans if name not in self._orphans]:
             log.warning("gateway %s gone: %d requests wait to be adopted", " and ".join(sorted(gone)), len(fresh))
@@ -288,7 +288,7 @@ class Quarantine:
     def _patience_s(self, gateway: str) -> float:
         return GATEWAY_GONE_S if gateway in self._seen_gateways else NEVER_SEEN_S
 
-    def adopted(self, name: str, gateway: str, now_ns: int) -> None:
+    def on_adopt(self, name: str, gateway: str, now_ns: int) -> None:
         """Take the gateway that delivers the request from now on."""
         if name in self._gateways:
             self._gateways[name] = gateway
@@ -296,6 +296,6 @@ class Quarantine:
             self._resume(name, now_ns)
 
     def _resume(self, name: str, now_ns: int) -> None:
-        held = self._suspected | self._orphans.keys()
-        if name not in held and not any(name in in_step for _, in_step, _ in self._broken.values()):
+        held = self._suspects | self._orphans.keys()
+        if name not in held and not any(name in in_step for _, in_step, _ in self._broken_links.values()):
             self._core.resume(name, now_ns)

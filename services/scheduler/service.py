@@ -112,8 +112,8 @@ class Service:
         self._lengths = LengthRecord(
             self.core, self._redis, self.lease, self.keys.lengths(settings.shard), self._letters
         )
-        self.held = Holdings()
-        entries = self.held.entries
+        self.holdings = Holdings()
+        entries = self.holdings.entries
         self._publisher = Publisher(
             self._scripts, self.keys, self.lease, entries, self.forget, self.core.outputs, self._remove_foreign
         )
@@ -142,7 +142,7 @@ class Service:
         )
         self.claims = Claims(
             self._intake,
-            self.held,
+            self.holdings,
             self._shards,
             self.handover,
             self.commands,
@@ -241,15 +241,15 @@ class Service:
         first_tokens = self.core.first_tokens()
         for item in claimed:
             request = item.request
-            if request.id in self.held.entries:
+            if request.id in self.holdings.entries:
                 continue  # delivered twice: it is in the core already
-            self.held.add(request.id, item.entry)
+            self.holdings.add(request.id, item.entry)
             if request.outputs is None:  # else it began before a restart
                 self._stats.arrives(request, first_tokens, now)
             self._put(self.core.add(request, now))
             if item.error:
                 self._put(self.core.cancel(request.id, now, Finish.ERROR, item.error))
-            elif item.cancelled:
+            elif item.is_cancelled:
                 self._put(self.core.cancel(request.id, now))
             for choice, at in item.stops.items():
                 if (
@@ -257,12 +257,12 @@ class Service:
                 ):  # else the end of the choice applies the stop
                     self._put(self.core.stop(request.id, choice, at, now))
             background = item.entry.request.background
-            self.quarantine.add(request.id, request.gateway, now, item.delivered, background)
+            self.quarantine.add(request.id, request.gateway, now, item.is_delivered, background)
         if claimed:
             self.fleet.wake()
 
     def forget(self, request_id: str) -> None:
-        self.held.drop(request_id)
+        self.holdings.drop(request_id)
         self._stats.forecasts.forget(request_id)
         self.claims.changed.set()
         has_suspects = self.quarantine.has_suspects
@@ -279,7 +279,7 @@ class Service:
             self._put(self.core.stop(control.stop.id, control.stop.choice, control.stop.at_token, now))
         elif kind == "adopt":
             self.core.adopt(control.adopt.id, control.adopt.gateway)
-            self.quarantine.adopted(control.adopt.id, control.adopt.gateway, now)
+            self.quarantine.on_adopt(control.adopt.id, control.adopt.gateway, now)
         elif kind == "drain":
             self.claims.drain()
         elif kind == "policy":
@@ -354,5 +354,5 @@ class Service:
         )
         steps = {"last_step": self._reports.last_step, "in_flight": self.fleet.in_flight}
         held = {"suspects": self.quarantine.suspects, "stranded": len(self.core.stranded_requests())}
-        more = {**held, "draining": int(self.claims.draining)}
+        more = {**held, "draining": int(self.claims.is_draining)}
         return fields | self.fleet.facts() | steps | more

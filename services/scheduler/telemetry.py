@@ -190,21 +190,21 @@ class Window:
     def __init__(self, samples: int = WINDOW_SAMPLES) -> None:
         self._at = np.zeros(samples, np.int64)
         self._values = np.zeros(samples, np.float64)
-        self._next = 0
-        self._held = 0
+        self._next_index = 0
+        self._size = 0
 
     def add(self, values: npt.NDArray[Any], now_ns: int) -> None:
         """Append values; the oldest are overwritten."""
         values = values[-self._at.size :]
-        rows = np.arange(self._next, self._next + values.size) % self._at.size
+        rows = np.arange(self._next_index, self._next_index + values.size) % self._at.size
         self._at[rows] = now_ns
         self._values[rows] = values
-        self._next = int((self._next + values.size) % self._at.size)
-        self._held = min(self._at.size, self._held + values.size)
+        self._next_index = int((self._next_index + values.size) % self._at.size)
+        self._size = min(self._at.size, self._size + values.size)
 
     def percentiles(self, now_ns: int, *points: float) -> list[float]:
         """Return percentiles of the last minute; zeros when it is empty."""
-        recent = self._values[: self._held][self._at[: self._held] > now_ns - WINDOW_NS]
+        recent = self._values[: self._size][self._at[: self._size] > now_ns - WINDOW_NS]
         return [float(value) for value in np.percentile(recent, points)] if recent.size else [0.0] * len(points)
 
 
@@ -219,9 +219,9 @@ class StartRate:
         self._looked_ns = self._last_ns = now_ns
         self._since_ns = -1  # no sequence waited at that time; -1: none waits
         self._starts = self._seconds = 0.0  # both fade with RATE_FADE_S
-        self._seen = 0
+        self._count = 0
 
-    def started(self, starts: int, now_ns: int) -> None:
+    def count_starts(self, starts: int, now_ns: int) -> None:
         """Count sequences that got their first tokens."""
         if not starts:
             return
@@ -230,13 +230,13 @@ class StartRate:
             keep = math.exp(-seconds / RATE_FADE_S)
             self._starts = keep * self._starts + starts
             self._seconds = keep * self._seconds + seconds
-            self._seen += starts
+            self._count += starts
         self._last_ns = now_ns
 
     def look(self, waiting: int, now_ns: int) -> None:
         """Take the number of waiting sequences; 0 resets the rate."""
         if not waiting:
-            self._since_ns, self._starts, self._seconds, self._seen = -1, 0.0, 0.0, 0
+            self._since_ns, self._starts, self._seconds, self._count = -1, 0.0, 0.0, 0
         elif self._since_ns < 0:
             self._since_ns = self._looked_ns
         self._looked_ns = now_ns
@@ -246,7 +246,7 @@ class StartRate:
 
         Without starts for long the rate falls, as if the running sequences were the next burst.
         """
-        if self._seen < max(running, MIN_STARTS) or not self._seconds:
+        if self._count < max(running, MIN_STARTS) or not self._seconds:
             return 0.0
         silent = max(0, now_ns - max(self._last_ns, self._since_ns)) / 1e9
         return min(self._starts / self._seconds, (self._starts + running) / (self._seconds + silent))
@@ -299,7 +299,9 @@ class Forecasts:
         self._promises: dict[str, Promise] = {}
         self._report_overhead = Overhead(least_ms=0.0)
         self._own_overhead = Overhead(least_ms=-OVERHEAD_MS)
-        self._predicted, self._measured, self._error = ([Window(FORECAST_SAMPLES) for _ in CLASSES] for _ in range(3))
+        self._predicted_ms, self._measured_ms, self._error = (
+            [Window(FORECAST_SAMPLES) for _ in CLASSES] for _ in range(3)
+        )
         self._all_predicted, self._all_error = Window(), Window()
 
     def __len__(self) -> int:
@@ -310,7 +312,7 @@ class Forecasts:
         """Return the overhead of the reports' predictions; None if it is not known yet. step_ms: of the mean step."""
         return self._report_overhead.value_ms(step_ms)
 
-    def reported(self, core_ms: Sequence[float], starts_s: float, step_ms: float) -> None:
+    def on_report(self, core_ms: Sequence[float], starts_s: float, step_ms: float) -> None:
         """Take what was reported: it holds for requests that come from now on.
 
         core_ms: by class, without the overhead. starts_s: sequences that start a second while others wait, or 0.
@@ -319,7 +321,7 @@ class Forecasts:
         self._reported_ms, self.starts_s = list(core_ms), starts_s
         self._own_overhead_ms = self._own_overhead.value_ms(step_ms)
 
-    def arrived(self, request_id: str, priority: int, waited_ms: float, wait_ms: float) -> None:
+    def on_arrival(self, request_id: str, priority: int, waited_ms: float, wait_ms: float) -> None:
         """Keep what is predicted for a request that the scheduler takes.
 
         waited_ms: since its arrival. wait_ms: until its first token as the core sees it, 0 if it has seen no step.
@@ -333,7 +335,7 @@ class Forecasts:
         """Forget a request that may have had no token."""
         self._promises.pop(request_id, None)
 
-    def started(self, request_id: str, priority: int, measured_ms: float, now_ns: int) -> None:
+    def on_start(self, request_id: str, priority: int, measured_ms: float, now_ns: int) -> None:
         """Take the first token of a request; those of its other choices do not count."""
         promise = self._promises.pop(request_id, None)
         if promise is None:
@@ -343,9 +345,9 @@ class Forecasts:
         if promise.predicted_ms is None:
             return  # the first ones of a scheduler: a prediction without the overhead tells nothing
         predicted, error = np.array([promise.predicted_ms]), np.array([abs(measured_ms - promise.predicted_ms)])
-        self._measured[priority].add(np.array([measured_ms]), now_ns)
+        self._measured_ms[priority].add(np.array([measured_ms]), now_ns)
         for window, values in (
-            (self._predicted[priority], predicted),
+            (self._predicted_ms[priority], predicted),
             (self._all_predicted, predicted),
             (self._error[priority], error),
             (self._all_error, error),
@@ -357,8 +359,8 @@ class Forecasts:
         named = {"ttft_predicted_ms_p50": self._all_predicted, "ttft_error_ms_p50": self._all_error}
         for number, name in enumerate(CLASSES):
             named |= {
-                f"ttft_predicted_ms_p50_{name}": self._predicted[number],
-                f"ttft_ms_p50_{name}": self._measured[number],
+                f"ttft_predicted_ms_p50_{name}": self._predicted_ms[number],
+                f"ttft_ms_p50_{name}": self._measured_ms[number],
                 f"ttft_error_ms_p50_{name}": self._error[number],
             }
         return {field: round(window.percentiles(now_ns, 50)[0], 3) for field, window in named.items()}
@@ -384,13 +386,13 @@ class Stats:
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._step_tokens = self._step_decode = self._step_prefill = 0
         self._mean_step_ms = 0.0  # of the last interval with a step
-        self._uncounted: list[tuple[Outcome, int]] = []  # with the times of `outcome`
+        self._uncounted_outcomes: list[tuple[Outcome, int]] = []  # with the times of `outcome`
 
     def arrives(self, request: NewRequest, first_tokens: FirstTokens, now_ns: int) -> None:
         """Predict the first token of a request that is added to the core next."""
         waited_ns = max(0, now_ns - request.arrived_ns) if request.arrived_ns else 0
         wait_ns = first_tokens.wait_ns(request, now_ns, waited_ns, self.forecasts.starts_s)
-        self.forecasts.arrived(request.id, request.priority, waited_ns / 1e6, wait_ns / 1e6)
+        self.forecasts.on_arrival(request.id, request.priority, waited_ns / 1e6, wait_ns / 1e6)
 
     def outcome(self, outcome: Outcome | None, now_ns: int) -> None:
         """Take one outcome: waits and SLO violations of its rows, starts and ends of requests.
@@ -400,13 +402,13 @@ class Stats:
         """
         if outcome is None:
             return
-        self._uncounted.append((outcome, now_ns))
+        self._uncounted_outcomes.append((outcome, now_ns))
         is_steady = outcome.first_indices.all() and not (outcome.started_ids or outcome.ended_requests)
-        if not is_steady or len(self._uncounted) >= COUNTED_AT_ONCE:
+        if not is_steady or len(self._uncounted_outcomes) >= COUNTED_AT_ONCE:
             self._count_all()
 
     def _count_all(self) -> None:
-        uncounted, self._uncounted = self._uncounted, []
+        uncounted, self._uncounted_outcomes = self._uncounted_outcomes, []
         for outcome, now_ns in uncounted:
             self._count(outcome, now_ns)
 
@@ -421,7 +423,7 @@ class Stats:
             first_ns, between_ns = waits_ns[starts], waits_ns[has & ~starts]
             self._start(outcome, np.flatnonzero(starts), now_ns)
             self._ttft_ms.add(first_ns / 1e6, now_ns)
-            self._start_rate.started(first_ns.size, now_ns)
+            self._start_rate.count_starts(first_ns.size, now_ns)
         for ended in outcome.ended_requests:
             self.forecasts.forget(ended.request.id)
         if not waits_ns.size:
@@ -438,18 +440,18 @@ class Stats:
             request, wait_ns = outcome.requests[row], int(outcome.waits_ns[row])
             if request.ttft_slo_ns and wait_ns > request.ttft_slo_ns:
                 self._violations[request.priority] += 1
-            self.forecasts.started(request.id, request.priority, wait_ns / 1e6, now_ns)
+            self.forecasts.on_start(request.id, request.priority, wait_ns / 1e6, now_ns)
 
     def step(self, decode: int, prefill: int, spent_ns: int = 0) -> None:
         """Take a step that was sent; planning it took `spent_ns`."""
         self._step_tokens, self._step_decode, self._step_prefill = decode + prefill, decode, prefill
-        self.scheduled(spent_ns)
+        self.add_time(spent_ns)
 
     def result(
         self, step_ns: int, idle_ns: int, prefill: int, decode: int = 0, replica: int = 0, spent_ns: int = 0
     ) -> None:
         """Take an answered step of `prefill` prompt tokens and `decode` output tokens; applying it took `spent_ns`."""
-        self.scheduled(spent_ns)
+        self.add_time(spent_ns)
         self.iterations.add(idle_ns, step_ns, decode, prefill, replica)
         self._metrics.step(step_ns, decode, prefill)
         if prefill:
@@ -459,10 +461,10 @@ class Stats:
         self._idle_ns += idle_ns
         self._steps += 1
 
-    def scheduled(self, spent_ns: int) -> None:
+    def add_time(self, spent_ns: int) -> None:
         """Add time of the scheduler in plan or apply."""
         self._schedule_ns += spent_ns
-        self._metrics.planned(spent_ns)
+        self._metrics.observe_plan(spent_ns)
 
     def call(self, script: str, seconds: float) -> None:
         """Observe the duration of a Redis script."""
@@ -521,7 +523,7 @@ class Stats:
             "tbt_ms_p50": round(tbt[0], 3),
             "tbt_ms_p99": round(tbt[1], 3),
             "prefill_tok_s": round(self._rate, 1),
-            **self._predicted(core, predicted_ns, overhead_ms or 0.0, now_ns),
+            **self._predict(core, predicted_ns, overhead_ms or 0.0, now_ns),
             **self.forecasts.fields(now_ns),
             **_ages(core, unclaimed_ms, now_ns),
             **self._usage.fields(),
@@ -531,11 +533,11 @@ class Stats:
         self._tokens = 0
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         reported = [float(fields[f"predicted_ttft_ms_{name}"]) - (overhead_ms or 0.0) for name in CLASSES]
-        self.forecasts.reported(reported, float(fields["starts_s"]), self._mean_step_ms)
+        self.forecasts.on_report(reported, float(fields["starts_s"]), self._mean_step_ms)
         self._metrics.report(fields)
         return fields
 
-    def _predicted(
+    def _predict(
         self, core: dict[str, Any], predicted_ns: Sequence[int], overhead_ms: float, now_ns: int
     ) -> dict[str, float | int]:
         """Return the predicted time to first token of a request that arrives now, by class.

@@ -118,7 +118,7 @@ MUTANTS: dict[str, Plant] = {
     "record-cut-too-short": _script("publish", "0, 4 * length - 1))", "0, 4 * length - 5))"),
     "gap-taken-as-next": _method(RequestStream, "offer", _takes_gaps),
     "repeat-taken-as-next": _method(RequestStream, "offer", _keeps_repeats),
-    "stranded-not-taken-up": _method(Claims, "_stranded", _takes_nothing_up),
+    "stranded-not-taken-up": _method(Claims, "_has_stranded", _takes_nothing_up),
     "prefix-key-without-parent": _method(Hasher, "keys", _knows_no_parent),
     "claimed-by-two": _script(
         "claim", "redis.call('HSET', ARGV[i], 'shard', ARGV[2], 'epoch', string.match(ARGV[1], '^%d+'))", ""

@@ -52,7 +52,7 @@ class Shard:
         )  # fmt: skip
         registry: Any = SimpleNamespace(ready=[], least_epochs={}, token="")
         self.registry = registry
-        claims: Any = SimpleNamespace(joined=self.linked.append, lost=lambda: None)
+        claims: Any = SimpleNamespace(set_slots=self.linked.append, on_loss=lambda: None)
         self.fleet = Fleet(settings, registry, context, claims)
 
     def add(self, requests: Iterable[NewRequest]) -> None:

@@ -62,7 +62,7 @@ async def drive(count: int, step_ms: float, seconds: float) -> dict[str, Any]:
             lambda: fleet.wake_idle(),
         )  # fmt: skip
         registry: Any = SimpleNamespace(ready=[])
-        claims: Any = SimpleNamespace(joined=lambda slots: None, lost=lambda: None)
+        claims: Any = SimpleNamespace(set_slots=lambda slots: None, on_loss=lambda: None)
         fleet = Fleet(SchedulerSettings(), registry, context, claims)
         leads = [
             asyncio.create_task(fleet.serve(Registration(f"sleep-{i}", address, f"sleep-{i}", epoch=1)))
@@ -106,7 +106,7 @@ async def _until(what: str, condition: Callable[[], bool], seconds: float) -> No
 
 
 def _steps(fleet: Fleet) -> int:
-    return sum(each.answered for each in fleet.loops.values())
+    return sum(each.answered_steps for each in fleet.loops.values())
 
 
 def main(words: list[str]) -> int:

@@ -69,7 +69,7 @@ class Claims:
         most; 0 uses MAX_HELD.
         """
         self._intake = intake
-        self._held = holdings
+        self._holdings = holdings
         self._shards = shards
         self._handover = handover
         self._commands = commands
@@ -81,14 +81,14 @@ class Claims:
         self._workerless: float | None = time.monotonic()  # start of the time without a worker
         self._looks = 0
         self.changed = asyncio.Event()  # a request left, a worker came, or the other shards were read
-        self.draining = False
+        self.is_draining = False
 
-    def joined(self, slots: int) -> None:
+    def set_slots(self, slots: int) -> None:
         """Take the number of slots of the workers."""
         self._slots, self._workerless = slots, None
         self.changed.set()
 
-    def lost(self) -> None:
+    def on_loss(self) -> None:
         """Note that the last worker is lost."""
         if self._workerless is None:
             self._workerless = time.monotonic()
@@ -96,22 +96,22 @@ class Claims:
 
     def drain(self) -> None:
         """Stop claiming, hand back and give away all requests, and end when none is left."""
-        self.draining = True
+        self.is_draining = True
         self.changed.set()
 
     async def run(self) -> None:
         """Claim, share and hand back until cancelled or drained."""
         attempt = 0
-        while not self.draining:
+        while not self.is_draining:
             self.changed.clear()
             self._commands.claim_begins()
             try:
                 # Entries of a call that failed, of another shard, or of a scheduler that still ran.
-                if attempt or (self._shards_changed() and await self._stranded()):
+                if attempt or (self._shards_changed() and await self._has_stranded()):
                     await self.rebuild()
                 await self._share()
                 room = self.room()
-                claimed = await self._intake.read(room, bool(self._shards.others)) if max(room) > 0 else []
+                claimed = await self._intake.read(room, bool(self._shards.other_shards)) if max(room) > 0 else []
             except Unavailable as error:
                 if not temporary(error):
                     raise
@@ -129,16 +129,16 @@ class Claims:
 
     async def rebuild(self) -> None:
         """Take up the requests of the shard's pending list that are not held."""
-        count = await self._intake.pending(self._held.entries, self._take)
+        count = await self._intake.read_pending(self._holdings.entries, self._take)
         if count:
             log.info("took up %d claimed requests", count)
 
     def room(self) -> list[int]:
         """Return how many requests of each class may be claimed now."""
-        others = bool(self._shards.others)
+        others = bool(self._shards.other_shards)
         if self._workerless is not None and (others or not self._shards.looks):
             return [0] * len(CLASSES)
-        return room_by_class(self._max_held(others), self._held.by_class)
+        return room_by_class(self._max_held(others), self._holdings.by_class)
 
     def _max_held(self, others: bool) -> int:
         """Return how many requests may be held."""
@@ -149,14 +149,14 @@ class Claims:
         before, self._looks = self._looks, self._shards.looks
         return before != self._looks
 
-    async def _stranded(self) -> bool:
-        held = len(self._held.entries)
-        return self._shards.pending > held and await self._intake.stranded(held)
+    async def _has_stranded(self) -> bool:
+        held = len(self._holdings.entries)
+        return self._shards.pending_requests > held and await self._intake.has_stranded(held)
 
     async def _share(self) -> None:
         """Give requests to the other shards, and take over those of shards without a scheduler."""
         without_s = 0.0 if self._workerless is None else time.monotonic() - self._workerless
-        if self._shards.others:
+        if self._shards.other_shards:
             await self._give_to_others(without_s)
         await self._settle_stranded()
         if self._workerless is None:
@@ -171,11 +171,11 @@ class Claims:
         await self._handover.settle_stranded(shards, time.monotonic())
 
     async def _give_to_others(self, without_s: float) -> None:
-        surplus = len(self._held.entries) - self._max_held(others=True)
+        surplus = len(self._holdings.entries) - self._max_held(others=True)
         if without_s > HAND_BACK_S:
-            surplus = len(self._held.entries)
+            surplus = len(self._holdings.entries)
         if surplus > 0 and (count := await self._handover.hand_back(surplus)):
-            log.info("%d requests handed back, for %s", count, ", ".join(self._shards.others))
+            log.info("%d requests handed back, for %s", count, ", ".join(self._shards.other_shards))
         if without_s > GIVE_S and not self._has_suspects():
             await self._handover.give(self._shards.identities)
 
@@ -183,22 +183,22 @@ class Claims:
         """Drain: hand back unstarted requests; give the rest to another shard, or finish it here if there is none."""
         count = await self._handover.hand_back()
         self._commands.claim_answered()  # ends a failed claim; the next scheduler takes up its requests
-        log.info("draining: %d requests handed back, %d have begun", count, len(self._held.entries))
+        log.info("draining: %d requests handed back, %d have begun", count, len(self._holdings.entries))
         while await self._has_requests():
             self.changed.clear()
-            if self._shards.others and not self._has_suspects():
+            if self._shards.other_shards and not self._has_suspects():
                 await self._handover.give(self._shards.identities)
             await self._settle_stranded()
-            if self._held.entries:
+            if self._holdings.entries:
                 await self.changed.wait()
 
     async def _has_requests(self) -> bool:
         """Return whether requests are left; shards that have not seen the drain may have given more."""
         try:
-            if await self._intake.stranded(len(self._held.entries)):
+            if await self._intake.has_stranded(len(self._holdings.entries)):
                 self._commands.claim_begins()
                 await self.rebuild()
                 self._commands.claim_answered()
         except Unavailable as error:
             log.warning("requests given to this shard not read: %s; the next scheduler takes them up", error)
-        return bool(self._held.entries)
+        return bool(self._holdings.entries)

@@ -51,17 +51,17 @@ class Commands:
         self._key = key
         self._held = held
         self._execute = execute
-        self._claiming = False
+        self._is_claiming = False
         self.early: list[queue_pb2.Control] = []
         self._early_put = 0  # outcomes that must be written before those that were kept for a claim are trimmed
 
     def claim_begins(self) -> None:
         """Keep commands about unknown requests from now on."""
-        self._claiming = True
+        self._is_claiming = True
 
     def claim_answered(self) -> None:
         """Carry out the commands that were kept: claimed requests are held now."""
-        self._claiming = False
+        self._is_claiming = False
         early, self.early = self.early, []
         for control in early:
             self._execute(control)
@@ -128,7 +128,7 @@ class Commands:
             return ""
         kind = control.WhichOneof("command") or ""
         unknown = kind in ABOUT_REQUESTS and getattr(control, kind).id not in self._held
-        if unknown and self._claiming:
+        if unknown and self._is_claiming:
             self.early.append(control)
         elif not unknown:
             self._execute(control)

@@ -57,7 +57,7 @@ class RequestHandover:
         self._entries = entries
         self._forget = forget
         self._end = end
-        self._stranded: dict[str, float] = {}  # request that no worker here may go on with -> since when
+        self._stranded_since: dict[str, float] = {}  # request that no worker here may go on with -> since when
 
     async def hand_back(self, limit: int = 1 << 30) -> int:
         """Return at most `limit` unstarted requests to the queue, the latest first; return their number."""
@@ -102,13 +102,13 @@ class RequestHandover:
         stranded = self._core.stranded_requests()
         # Without any worker, too, as its workers may come and go.
         before = {
-            name: at for name, at in self._stranded.items() if name in self._entries and not self._core.runs(name)
+            name: at for name, at in self._stranded_since.items() if name in self._entries and not self._core.runs(name)
         }
-        self._stranded = dict.fromkeys(stranded, now_s) | before
+        self._stranded_since = dict.fromkeys(stranded, now_s) | before
         if stranded and shards:
             await self.give(shards, stranded)
         most_s = STRANDED_S if self._core.alive else STRANDED_ALONE_S
-        for name, since in list(self._stranded.items()):
+        for name, since in list(self._stranded_since.items()):
             if now_s - since >= most_s and name in stranded and name in self._entries:
                 self._end(name, Finish.ERROR, WRONG_NUMERICS.format(stranded[name], most_s))
 

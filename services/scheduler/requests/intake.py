@@ -54,9 +54,9 @@ class Claimed:
 
     entry: Entry
     request: NewRequest
-    cancelled: bool
+    is_cancelled: bool
     error: str = ""
-    delivered: bool = True  # its gateway has a heartbeat
+    is_delivered: bool = True  # its gateway has a heartbeat
     stops: dict[int, int] = field(default_factory=dict)
     """By choice, the number of tokens to keep: the gateway matched a stop string after them."""
 
@@ -248,7 +248,7 @@ class Intake:
             return []
         return await self._claim(await self._parse(reply, self._lease))
 
-    async def pending(self, held: Container[str], add: Callable[[list[Claimed]], None]) -> int:
+    async def read_pending(self, held: Container[str], add: Callable[[list[Claimed]], None]) -> int:
         """Add everything that this shard has claimed and does not hold, oldest first, with the tokens of the records.
 
         Called after a restart, and after a claim with a lost answer. Returns the number of requests.
@@ -288,7 +288,7 @@ class Intake:
                 last = reply[0][1][-1][0].decode()
                 yield reply
 
-    async def stranded(self, held: int) -> bool:
+    async def has_stranded(self, held: int) -> bool:
         """Return whether more than `held` requests are pending: a claim with a lost answer leaves such requests."""
         counts = [await self._redis.xpending_range(s, GROUP, "-", "+", held + 1, self._shard) for s in self._streams]
         return sum(len(rows) for rows in counts) > held
@@ -334,7 +334,7 @@ class Intake:
             else:
                 name = self._letters.read(self._keys.req(entry.request.id), gateway, text)
                 item = await self._open(entry, enqueued_ms, name or entry.request.gateway, verdict == CANCELLED)
-                claimed.append(item if delivered else replace(item, delivered=False))
+                claimed.append(item if delivered else replace(item, is_delivered=False))
         return claimed
 
     async def _drop(self, lease: Lease, stream: str, entry_id: str, record: str = "") -> int:

@@ -230,17 +230,17 @@ class Publisher:
         self._lease = lease
         self._entries = entries
         self._ended = ended
-        self._waiting: deque[tuple[int, Outcome]] = deque()
-        self._more = asyncio.Event()
-        self._written = asyncio.Event()
-        self._stopping = False
+        self._queue: deque[tuple[int, Outcome]] = deque()
+        self._has_more = asyncio.Event()
+        self._has_written = asyncio.Event()
+        self._is_stopping = False
         self.put_count = 0  # outcomes with something to write
         self.written_count = 0  # of these, those that Redis has
 
     @property
     def full(self) -> bool:
         """Return whether planning has to pause."""
-        return len(self._waiting) >= MAX_PENDING
+        return len(self._queue) >= MAX_PENDING
 
     def put(self, outcome: Outcome | None, step: int = 0) -> None:
         """Queue an outcome that has something to write."""
@@ -248,24 +248,24 @@ class Publisher:
             return
         has_rows = outcome.requests or outcome.checkpoints or outcome.prompt_logprobs
         if has_rows or outcome.started_ids or outcome.identities or outcome.ended_requests:
-            self._waiting.append((step, outcome))
+            self._queue.append((step, outcome))
             self.put_count += 1
-            self._more.set()
+            self._has_more.set()
 
     async def run(self, room: Callable[[], None]) -> None:
         """Write until cancelled. room: called after each script call, so that paused loops continue."""
         while True:
-            await self._more.wait()
-            self._more.clear()
-            while self._waiting:
-                taken = [self._waiting.popleft() for _ in range(min(MAX_PER_CALL, len(self._waiting)))]
-                await persist("publish tokens", partial(self._write, taken), log, lambda: self._stopping)
+            await self._has_more.wait()
+            self._has_more.clear()
+            while self._queue:
+                taken = [self._queue.popleft() for _ in range(min(MAX_PER_CALL, len(self._queue)))]
+                await persist("publish tokens", partial(self._write, taken), log, lambda: self._is_stopping)
                 self.written_count += len(taken)
                 for _, outcome in taken:
                     for finished in outcome.ended_requests:
                         self._ended(finished.request.id)
                 room()
-                self._written.set()
+                self._has_written.set()
 
     async def _write(self, outcomes: list[tuple[int, Outcome]]) -> None:
         again: list[Output] | None = None
@@ -276,13 +276,13 @@ class Publisher:
                 short = await self._lease.fenced(self._script, [self._keys.queue], args)
                 if not short or again is not None:
                     return
-                again = self._whole([outcome for _, outcome in outcomes], short)
+                again = self._whole_outputs([outcome for _, outcome in outcomes], short)
         except ResponseError as error:
             if WRONG_TYPE in str(error) and self._remove_foreign is not None:
                 await self._remove_foreign(written_keys(self._keys, [outcome for _, outcome in outcomes]))
             raise
 
-    def _whole(self, outcomes: list[Outcome], short: list[bytes]) -> list[Output]:
+    def _whole_outputs(self, outcomes: list[Outcome], short: list[bytes]) -> list[Output]:
         """Return the whole outputs of the choices `short` (id, choice, id, ...), as far as they are known."""
         ended = {finished.request.id: finished.outputs for outcome in outcomes for finished in outcome.ended_requests}
         names = dict.fromkeys((short[i].decode(), int(short[i + 1])) for i in range(0, len(short), 2))
@@ -302,15 +302,15 @@ class Publisher:
         """Wait until Redis has everything that was put before."""
         put = self.put_count
         while self.written_count < put:
-            self._written.clear()
-            await self._written.wait()
+            self._has_written.clear()
+            await self._has_written.wait()
 
     async def flush(self, running: asyncio.Task[None]) -> None:
         """Wait until everything that was put is written, or until `running` (the task of run) has ended."""
-        self._stopping = True
-        self._more.set()
+        self._is_stopping = True
+        self._has_more.set()
         written = asyncio.create_task(self.caught_up())
         await asyncio.wait({written, running}, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
         if not written.done():
             written.cancel()
-            log.warning("%d outcomes not written; the next scheduler computes them again", len(self._waiting))
+            log.warning("%d outcomes not written; the next scheduler computes them again", len(self._queue))

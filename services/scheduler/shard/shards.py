@@ -34,14 +34,18 @@ class Shards:
         self._keys = keys
         self._shard = shard
         self._patience_s = LEASES * lease_ms / 1000
-        self._gone: dict[str, float] = {}  # shard without a lease, with pending requests -> time of the first look
-        self.others: list[str] = []  # with a lease and a worker, not draining
-        self.identities: dict[str, str] = {}  # of the workers of `others`; empty: not known, or it does not matter
+        self._gone_since: dict[
+            str, float
+        ] = {}  # shard without a lease, with pending requests -> time of the first look
+        self.other_shards: list[str] = []  # with a lease and a worker, not draining
+        self.identities: dict[
+            str, str
+        ] = {}  # of the workers of `other_shards`; empty: not known, or it does not matter
         self.live: list[str] = []  # with a lease, with or without a worker, not draining
         self.workerless: list[str] = []  # of the live ones, those without a worker
-        self.led: set[str] = set()  # with a lease
+        self.leased_shards: set[str] = set()  # with a lease
         self.orphans: list[str] = []
-        self.pending = 0  # of this shard, in Redis's lists
+        self.pending_requests = 0  # of this shard, in Redis's lists
         self.unclaimed_ms = [0] * len(CLASSES)  # age of the first request that no shard has claimed, by class
         self.looks = 0
 
@@ -56,9 +60,9 @@ class Shards:
             await asyncio.sleep(LOOK_S)
 
     async def look(self, now_s: float) -> None:
-        pending, last = await self._pending()
-        self.unclaimed_ms = await self._unclaimed(last)
-        registered = await self._registered()
+        pending, last = await self._read_pending()
+        self.unclaimed_ms = await self._unclaimed_ages(last)
+        registered = await self._register()
         names = sorted({*pending, *registered, *await self._of_workers()} - {self._shard})
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
@@ -70,21 +74,23 @@ class Shards:
             for name, lease, stats in zip(names, replies[::2], replies[1::2], strict=True)
             if self._letters.read(self._keys.lease(name), lease, bool)
         }
-        self.others = [name for name, (workers, drains, _) in led.items() if workers and not drains]
-        self.identities = {name: led[name][2] for name in self.others}
-        self.led = {*led}
+        self.other_shards = [name for name, (workers, drains, _) in led.items() if workers and not drains]
+        self.identities = {name: led[name][2] for name in self.other_shards}
+        self.leased_shards = {*led}
         self.live = [name for name, (_, drains, _) in led.items() if not drains]
-        self.workerless = [name for name in self.live if name not in self.others]
+        self.workerless = [name for name in self.live if name not in self.other_shards]
         if forgotten := registered - {*led, *pending, self._shard}:
             await self._redis.hdel(self._keys.shards, *forgotten)
-        self._gone = {
-            name: self._gone.get(name, now_s) for name, count in pending.items() if count and name in {*names} - {*led}
+        self._gone_since = {
+            name: self._gone_since.get(name, now_s)
+            for name, count in pending.items()
+            if count and name in {*names} - {*led}
         }
-        self.orphans = [name for name, since in self._gone.items() if now_s - since >= self._patience_s]
-        self.pending = pending.get(self._shard, 0)
+        self.orphans = [name for name, since in self._gone_since.items() if now_s - since >= self._patience_s]
+        self.pending_requests = pending.get(self._shard, 0)
         self.looks += 1
 
-    async def _registered(self) -> set[str]:
+    async def _register(self) -> set[str]:
         """Write the name of this shard and return all names: a shard may have neither requests nor workers."""
         pipe = self._redis.pipeline(transaction=False)
         pipe.hset(self._keys.shards, self._shard, "1")
@@ -92,7 +98,7 @@ class Shards:
         pipe.hgetall(self._keys.shards)
         return {*self._letters.read_all(self._keys.shards, (await pipe.execute())[2], text)}
 
-    async def _pending(self) -> tuple[dict[str, int], list[str]]:
+    async def _read_pending(self) -> tuple[dict[str, int], list[str]]:
         """Return the pending requests of each shard, and for each class the last id in any pending list."""
         pipe = self._redis.pipeline(transaction=False)
         for stream in self._keys.request_streams():
@@ -113,7 +119,7 @@ class Shards:
                 counts[name] = counts.get(name, 0) + row["pending"]
         return counts, last
 
-    async def _unclaimed(self, last: list[str]) -> list[int]:
+    async def _unclaimed_ages(self, last: list[str]) -> list[int]:
         """Return the age of the first entry behind the last claimed one, by class, in ms; 0 without such an entry.
 
         A claimed request is pending until it ends and deleted at its end, so entries behind it were never claimed.

@@ -61,9 +61,9 @@ class ContractError(ProtocolError):
 class Slots(Protocol):
     """What was sent: which slot had a sequence at a step, and the log-probabilities that it asked for."""
 
-    asking: set[int]
+    logprob_slots: set[int]
 
-    def entered(self, slot: int, step: int) -> bool:
+    def has_entered(self, slot: int, step: int) -> bool:
         """Return whether a sequence entered the slot at or before the step."""
 
     def record_bytes(self, slot: int, step: int) -> int:
@@ -148,7 +148,7 @@ def check_result(message: worker_pb2.Result, result: StepResult, vocab_size: int
         _check_errors(result, slots)
     if result.forced_tokens is not None:
         _check_forced(result, *result.forced_tokens, vocab_size)
-    if slots.asking or result.logprobs is not None:
+    if slots.logprob_slots or result.logprobs is not None:
         _check_logprobs(result, slots)
     for prompt in result.prompt_logprobs:
         record_bytes, size = slots.prompt_record_bytes(prompt.slot, result.id), len(prompt.records)
@@ -162,7 +162,7 @@ def check_result(message: worker_pb2.Result, result: StepResult, vocab_size: int
 def _check_errors(result: StepResult, slots: Slots) -> None:
     seen: set[int] = set()
     for slot, _, _ in result.errors:
-        if slot in seen or not slots.entered(slot, result.id):
+        if slot in seen or not slots.has_entered(slot, result.id):
             how = "twice" if slot in seen else "and no sequence had it"
             raise ContractError(f"errors: slot {slot} failed in step {result.id} {how}; repair the worker")
         seen.add(slot)

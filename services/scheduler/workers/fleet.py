@@ -47,21 +47,21 @@ class UnreadableWarnings:
     """
 
     def __init__(self) -> None:
-        self._reported: list[tuple[Replica, Replica, str]] = []
+        self._reports: list[tuple[Replica, Replica, str]] = []
 
     def look(self, core: Scheduler, names: dict[int, str]) -> None:
         """Log new pairs. names: the linked workers by replica number."""
         pairs = unreadable(core.alive)
         for pair in pairs:
             reader, owner, why = pair
-            if pair not in self._reported:
+            if pair not in self._reports:
                 log.warning(
                     "decode worker %s cannot read what prefill worker %s hands over: %s",
                     names.get(reader.number, "?"),
                     names.get(owner.number, "?"),
                     why,
                 )
-        self._reported = pairs
+        self._reports = pairs
 
 
 LOOK_S = 0.5
@@ -85,12 +85,12 @@ class Fleet:
         self._claims = claims
         self.loops: dict[str, WorkerLoop] = {}  # by worker id
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self._taken = ""  # the last worker of this shard that is not linked
-        self.failed: dict[str, float] = {}  # identity of a worker -> when its link was lost
+        self._taken_worker = ""  # the last worker of this shard that is not linked
+        self.failures_s: dict[str, float] = {}  # identity of a worker -> when its link was lost
         self._attempts: dict[str, int] = {}  # identity -> links in a row without an answer
         self._patience: dict[str, int] = {}  # worker id -> factor of its step timeout, doubled by each timeout
-        self._refused: dict[str, tuple[int, float]] = {}  # identity that broke the contract -> how often, until when
-        self._differing: set[str] = set()  # those of them that only differ from workers that are linked
+        self._refusals: dict[str, tuple[int, float]] = {}  # identity that broke the contract -> how often, until when
+        self._differing_workers: set[str] = set()  # those of them that only differ from workers that are linked
         self._waiting_logged = False
         self._unread = UnreadableWarnings()
         self._rated_at = time.monotonic()  # time of the last call of `replicas`
@@ -103,7 +103,7 @@ class Fleet:
     def resume_paused(self) -> None:
         """Wake the loops that paused for the publisher."""
         for loop in self.loops.values():
-            if loop.paused:
+            if loop.is_paused:
                 loop.wake.set()
 
     def wake_idle(self) -> None:
@@ -155,7 +155,7 @@ class Fleet:
                 if not self.loops:
                     # Nothing runs, but deadlines pass, and outcomes of a lost worker are to be written.
                     self._context.put(self._context.core.plan(time.monotonic_ns())[1], 0)
-                    self._context.planned()
+                    self._context.on_plan()
                 await self._rest(LOOK_S if self.loops else WATCH_S)
         finally:
             await end(*self.tasks.values())
@@ -172,12 +172,14 @@ class Fleet:
     async def look(self) -> None:
         """Take every worker that this shard may have."""
         now = time.monotonic()
-        self.failed = {name: at for name, at in self.failed.items() if now - at < AVOID_S}
+        self.failures_s = {name: at for name, at in self.failures_s.items() if now - at < AVOID_S}
         try:
             await self._workers.look()
             self._context.quarantine.find_dead(self._workers.silent, time.monotonic_ns())
-            while worker := await self._workers.take(self.tasks, self.not_before(), self.failed, self._taken):
-                self._taken = ""
+            while worker := await self._workers.take(
+                self.tasks, self.not_before(), self.failures_s, self._taken_worker
+            ):
+                self._taken_worker = ""
                 self._waiting_logged = False
                 self.tasks[worker.id] = asyncio.create_task(self.serve(worker))
             await self._let_go()
@@ -194,22 +196,22 @@ class Fleet:
     def not_before(self) -> dict[str, float]:
         """Return the time of the next connection to each worker without an answer or refused, by identity."""
         later = {
-            name: self.failed[name] + backoff_s(count - 1)
+            name: self.failures_s[name] + backoff_s(count - 1)
             for name, count in self._attempts.items()
-            if count and name in self.failed
+            if count and name in self.failures_s
         }
-        return later | {name: until for name, (_, until) in self._refused.items()}
+        return later | {name: until for name, (_, until) in self._refusals.items()}
 
     def _refuse(self, worker: Registration, error: ContractError) -> None:
         """Leave a worker alone that broke the contract, refuses the Run or fails its first step, for longer each time.
 
         Report why.
         """
-        count = self._refused.get(worker.identity, (0, 0.0))[0] + 1
+        count = self._refusals.get(worker.identity, (0, 0.0))[0] + 1
         ready = {each.identity for each in self._workers.ready}
-        self._refused = {name: value for name, value in self._refused.items() if name in ready}
+        self._refusals = {name: value for name, value in self._refusals.items() if name in ready}
         wait_s = min(AVOID_S * 2 ** min(count - 1, 10), MAX_REFUSED_S)
-        self._refused[worker.identity] = (count, time.monotonic() + wait_s)
+        self._refusals[worker.identity] = (count, time.monotonic() + wait_s)
         log.error("worker %s refused for %.0f s: %s", worker.id, wait_s, error)
         self._context.reports.event("worker_refused", str(error), worker=worker.id)
 
@@ -218,11 +220,11 @@ class Fleet:
 
         The record of a worker outlives it, so a worker is left alone for AVOID_S after its link was lost.
         """
-        for worker in self._workers.unwanted(self.tasks):
-            if worker.identity in self.failed or self._workers.silent(worker.id):
+        for worker in self._workers.unwanted_workers(self.tasks):
+            if worker.identity in self.failures_s or self._workers.silent(worker.id):
                 continue
             if self._context.core.alive:
-                self._context.quarantine.linked(worker.id, worker.identity, time.monotonic_ns())
+                self._context.quarantine.on_link(worker.id, worker.identity, time.monotonic_ns())
             if worker.shard == self._settings.shard:
                 await self._workers.give_back(worker)
 
@@ -246,24 +248,24 @@ class Fleet:
                 self._workers.least_epochs.pop(worker.identity, None)  # the counter in Redis has it now
             except ContractError as error:
                 self._refuse(worker, error)
-                self._ended(worker, 0)
+                self._on_end(worker, 0)
                 return
             except StaleEpochError as error:
                 log.warning("worker %s: %s; taking it again with a higher one", worker.id, error)
                 self._workers.least_epochs[worker.identity] = link.info.highest_epoch + 1
-                self._ended(worker, 0)
+                self._on_end(worker, 0)
                 return
             except (grpc.aio.AioRpcError, ProtocolError, OSError) as error:
                 log.warning("worker %s at %s begins no Run: %s; retrying", worker.id, worker.address, brief(error))
-                self._ended(worker, 0)
+                self._on_end(worker, 0)
                 return
             loop = WorkerLoop(link, replica, limits.slots, self._context)
             self.loops[worker.id] = loop
-            self._context.quarantine.linked(worker.id, worker.identity, time.monotonic_ns())
+            self._context.quarantine.on_link(worker.id, worker.identity, time.monotonic_ns())
             self._count()
             self.wake()
             await self._run(worker, loop)
-            self._ended(worker, loop.answered)
+            self._on_end(worker, loop.answered_steps)
         finally:
             await link.close()
 
@@ -272,7 +274,7 @@ class Fleet:
             linked = [loop.link.info for loop in self.loops.values()]
             check_same(link.info, linked, self._settings.mixed_numerics)
         except ContractError:
-            self._differing.add(worker.identity)
+            self._differing_workers.add(worker.identity)
             raise
 
     def _join(self, limits: Limits) -> int:
@@ -306,12 +308,14 @@ class Fleet:
         finally:
             del self.loops[worker.id]
             self._count()
-            self._refused = {name: value for name, value in self._refused.items() if name not in self._differing}
-            self._differing.clear()  # from the workers that are left they may not differ
-            if loop.answered:
+            self._refusals = {
+                name: value for name, value in self._refusals.items() if name not in self._differing_workers
+            }
+            self._differing_workers.clear()  # from the workers that are left they may not differ
+            if loop.answered_steps:
                 self._patience.pop(worker.id, None)
                 if refused is None:
-                    self._refused.pop(worker.identity, None)
+                    self._refusals.pop(worker.identity, None)
             if isinstance(reason, StepTimeoutError):
                 self._patience[worker.id] = min(2 * self._patience.get(worker.id, 1), MAX_PATIENCE)
             self.lose(worker, loop.replica, loop.in_flight, reason)
@@ -326,7 +330,7 @@ class Fleet:
         """Return why a worker is left alone from now on, longer each time; None where it is taken again soon."""
         if isinstance(error, ContractError):
             return error
-        if loop.answered:
+        if loop.answered_steps:
             return None
         if isinstance(error, StepFailedError) and len(self.loops) > 1:
             # Each of its steps may fail, as on a broken device. The suspects are tried at another worker meanwhile, and
@@ -337,16 +341,16 @@ class Fleet:
     def _count(self) -> None:
         slots = sum(loop.slots for loop in self.loops.values())
         if slots:
-            self._claims.joined(slots)
+            self._claims.set_slots(slots)
         else:
-            self._claims.lost()
+            self._claims.on_loss()
 
-    def _ended(self, worker: Registration, answered: int) -> None:
-        self.failed[worker.identity] = time.monotonic()
+    def _on_end(self, worker: Registration, answered: int) -> None:
+        self.failures_s[worker.identity] = time.monotonic()
         self._attempts[worker.identity] = 0 if answered else self._attempts.get(worker.identity, 0) + 1
         ready = {each.identity for each in self._workers.ready}
         self._attempts = {name: count for name, count in self._attempts.items() if name in ready}
-        self._taken = worker.id
+        self._taken_worker = worker.id
 
     def lose(self, worker: Registration, replica: int, in_flight: InFlight, reason: Exception | None) -> None:
         """Requeue all sequences of a replica; suspect those of its oldest step if that step may be the cause."""
@@ -356,4 +360,4 @@ class Fleet:
         if isinstance(reason, grpc.aio.AioRpcError):
             quarantine.link_lost(worker.id, worker.identity, in_step, in_flight.all())
         else:
-            quarantine.died(in_step, in_flight.all(), now_ns)
+            quarantine.on_death(in_step, in_flight.all(), now_ns)

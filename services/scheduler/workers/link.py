@@ -77,7 +77,7 @@ class WorkerLink:
         self._channel = aio_channel(worker.address, channel_credentials(settings), OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._call: grpc.aio.StreamStreamCall | RunCall | None = None
-        self._sent: deque[tuple[int, int]] = deque()  # (step id, monotonic ns), unanswered
+        self._sent_steps: deque[tuple[int, int]] = deque()  # (step id, monotonic ns), unanswered
         self._moved_ns = 0  # the last answer
         self.info = worker_pb2.WorkerInfo()
         self.drains = False  # the worker drains: no further step may be sent, but for the last one
@@ -136,7 +136,7 @@ class WorkerLink:
 
     async def send(self, step: worker_pb2.Step) -> None:
         """Send a step. Raises AioRpcError, or ProtocolError when the stream has ended."""
-        self._sent.append((step.id, time.monotonic_ns()))
+        self._sent_steps.append((step.id, time.monotonic_ns()))
         await self._write(step)
 
     async def _write(self, step: worker_pb2.Step) -> None:
@@ -159,20 +159,20 @@ class WorkerLink:
                 continue
             if result.draining:
                 self.drains = True
-                if not self._sent and not has_last_step():
+                if not self._sent_steps and not has_last_step():
                     return
                 continue
-            if not self._sent or result.epoch != self.epoch or result.id != self._sent[0][0]:
+            if not self._sent_steps or result.epoch != self.epoch or result.id != self._sent_steps[0][0]:
                 raise ContractError(
                     f"worker {self.worker.id} answered step {result.id} of epoch {result.epoch}; "
-                    f"expected {self._sent[0][0] if self._sent else 'none'} of epoch {self.epoch}"
+                    f"expected {self._sent_steps[0][0] if self._sent_steps else 'none'} of epoch {self.epoch}"
                 )
-            self._sent.popleft()
+            self._sent_steps.popleft()
             self._moved_ns = time.monotonic_ns()
             if result.error:
                 raise StepFailedError(f"step {result.id} failed: {result.error[:ERROR_LENGTH]}")
             yield result
-            if self.drains and not self._sent and not has_last_step():
+            if self.drains and not self._sent_steps and not has_last_step():
                 return
 
     def _answers(self) -> AsyncIterable[worker_pb2.Result]:
@@ -182,7 +182,7 @@ class WorkerLink:
 
     def waited_s(self) -> float:
         """Return for how long the oldest unanswered step has been at the worker; 0 when there is none."""
-        return (time.monotonic_ns() - max(self._sent[0][1], self._moved_ns)) / 1e9 if self._sent else 0.0
+        return (time.monotonic_ns() - max(self._sent_steps[0][1], self._moved_ns)) / 1e9 if self._sent_steps else 0.0
 
     async def watch(self, limit_s: float, idle: Callable[[], None]) -> None:
         """Raise StepTimeoutError when a step stays unanswered for limit_s; call `idle` regularly while none is."""

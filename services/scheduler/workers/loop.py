@@ -45,12 +45,12 @@ class InFlight:
         # By slot, as far back as unanswered steps reach: first step, request, and the bytes of the log-probabilities of
         # an output token and of a prompt token.
         self._occupants: dict[int, deque[tuple[int, str, int, int]]] = {}
-        self.asking: set[int] = set()  # slots with log-probabilities
+        self.logprob_slots: set[int] = set()  # slots with log-probabilities
 
     def __len__(self) -> int:
         return len(self.plans)
 
-    def sent(self, plan: StepPlan) -> None:
+    def add(self, plan: StepPlan) -> None:
         """Add a step."""
         oldest = next(iter(self.plans), plan.id)
         for enter in plan.enters:
@@ -65,16 +65,16 @@ class InFlight:
             sizes = of_output, prompt_record_bytes(of_prompt)
             entered.append((plan.id, enter.request.id, *sizes))
             if any(size for _, _, size, _ in entered):
-                self.asking.add(enter.slot)
+                self.logprob_slots.add(enter.slot)
             else:
-                self.asking.discard(enter.slot)
+                self.logprob_slots.discard(enter.slot)
         self.plans[plan.id] = plan
 
-    def answered(self, step: int) -> StepPlan:
+    def pop(self, step: int) -> StepPlan:
         """Remove a step and return its plan. Raises KeyError for a step that is not in flight."""
         return self.plans.pop(step)
 
-    def entered(self, slot: int, step: int) -> bool:
+    def has_entered(self, slot: int, step: int) -> bool:
         """Return whether a sequence entered the slot at or before the step."""
         return any(since <= step for since, *_ in self._occupants.get(slot, ()))
 
@@ -112,7 +112,7 @@ class WorkerRates:
     def __init__(self) -> None:
         self._steps = self._step_ns = self._idle_ns = self._tokens = 0
 
-    def answered(self, step_ns: int, idle_ns: int, tokens: int) -> None:
+    def on_answer(self, step_ns: int, idle_ns: int, tokens: int) -> None:
         """Take an answered step: its duration, the time the device waited before it, and the tokens it sampled."""
         self._steps += 1
         self._step_ns += step_ns
@@ -145,7 +145,7 @@ class WorkerContext:
     reports: Reports
     put: Callable[[Outcome | None, int], None]
     full: Callable[[], bool]
-    planned: Callable[[], None]
+    on_plan: Callable[[], None]
     wake_idle: Callable[[], None]
 
 
@@ -157,11 +157,11 @@ class WorkerLoop:
         self.replica = replica
         self.slots = slots
         self.in_flight = InFlight(4 * link.info.vector_size)
-        self.answered = 0
+        self.answered_steps = 0
         self.pace = WorkerRates()
         self.wake = asyncio.Event()  # set when there is something to plan, or room to publish
         self._context = context
-        self.paused = False  # the publisher has no room
+        self.is_paused = False  # the publisher has no room
         self.is_given_away = False  # another shard gets the worker
         self._last_step_planned = False  # the last step of a worker that drains was planned
         self._later: asyncio.TimerHandle | None = None
@@ -196,13 +196,13 @@ class WorkerLoop:
                 begin = time.monotonic_ns()
                 plan, outcome = context.core.plan(begin, self.replica)
                 context.put(outcome, 0)
-                context.planned()
+                context.on_plan()
                 if plan is None:
                     break
                 sent = True
                 context.stats.step(plan.decode_tokens, plan.prefill_tokens, time.monotonic_ns() - begin)
                 await self._send(plan)
-            self.paused = full
+            self.is_paused = full
             if link.drains and not (self._last_step_planned or self.is_given_away or len(self.in_flight)):
                 await self._send_last()
             if self.is_given_away and not len(self.in_flight):
@@ -229,7 +229,7 @@ class WorkerLoop:
         await self._send(plan)
 
     async def _send(self, plan: StepPlan) -> None:
-        self.in_flight.sent(plan)
+        self.in_flight.add(plan)
         try:
             await self.link.send(step_to_wire(plan, self.link.epoch))
         except (grpc.aio.AioRpcError, ProtocolError) as error:
@@ -256,25 +256,25 @@ class WorkerLoop:
                 outcome = context.core.apply(result, begin)
             except ValueError as error:  # a column of a wrong length, other slots, a copy that was not under way
                 raise ContractError(f"result of step {message.id}: {error}; repair the worker") from error
-            plan = self.in_flight.answered(message.id)  # not before: apply raises for an invalid answer
+            plan = self.in_flight.pop(message.id)  # not before: apply raises for an invalid answer
             reasons = dict(zip(result.stale_peers.tolist(), message.stale_reasons, strict=False))  # older: none
             for number in outcome.lost_peers:
                 if reason := reasons.get(number):
                     context.reports.event("kv_discarded", reason[:ERROR_LENGTH], worker=link.worker.id)
             context.reports.last_step = message.id
             context.reports.answered += 1
-            self.answered += 1
+            self.answered_steps += 1
             self.wake.set()
             if link.info.host_tier and context.core.waiting_count:
                 context.wake_idle()  # another replica may load what was swapped out here
             took, spent_ns = message.timings, time.monotonic_ns() - begin
-            self.pace.answered(took.total_ns, took.idle_ns, len(message.tokens) // 4)
+            self.pace.on_answer(took.total_ns, took.idle_ns, len(message.tokens) // 4)
             context.stats.result(
                 took.total_ns, took.idle_ns, plan.prefill_tokens, plan.decode_tokens, self.replica, spent_ns
             )
             if context.quarantine.has_suspects:
                 rows = zip(outcome.requests, outcome.counts.tolist(), strict=True)
-                context.quarantine.progressed({request.id for request, count in rows if count}, begin)
+                context.quarantine.on_progress({request.id for request, count in rows if count}, begin)
             context.put(outcome, message.id)
         raise WorkerLostError(DRAINED if link.drains else "the stream of the worker ended")
 

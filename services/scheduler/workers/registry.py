@@ -81,8 +81,8 @@ class WorkerRegistry:
         self._patience_s = LEASES * lease_ms / 1000
         self.ready: list[Registration] = []
         self.least_epochs: dict[str, int] = {}  # of the next Run by identity: above what the worker has seen
-        self._seen: dict[str, tuple[float, float]] = {}  # id -> last registration, since when
-        self._unled: dict[str, float] = {}  # shard that has workers and no lease -> since when
+        self._sightings: dict[str, tuple[float, float]] = {}  # id -> last registration, since when
+        self._unled_since: dict[str, float] = {}  # shard that has workers and no lease -> since when
 
     @property
     def token(self) -> str:
@@ -91,7 +91,7 @@ class WorkerRegistry:
 
     async def look(self) -> None:
         """Read the records. Raises what redis-py raises; then the last look is forgotten."""
-        seen, self._seen = self._seen, {}
+        seen, self._sightings = self._sightings, {}
         members: list[Any] = await self._redis.zrange(self._keys.workers, 0, -1, withscores=True)
         scores = [(self._letters.read(self._keys.workers, member, text), score) for member, score in members]
         members = [(name, score) for name, score in scores if name]
@@ -105,7 +105,7 @@ class WorkerRegistry:
             if not reply:
                 continue
             before = seen.get(name, (score, now))
-            self._seen[name] = before if before[0] == score else (score, now)
+            self._sightings[name] = before if before[0] == score else (score, now)
             worker = self._letters.read(self._keys.worker(name), reply, partial(decode_worker, name))
             if worker is not None:
                 # The worker never rewrites these two: where they cannot be read, no shard has it.
@@ -113,15 +113,15 @@ class WorkerRegistry:
                 self.ready.append(replace(worker, shard=shard, epoch=run))
         identities = {worker.identity for worker in self.ready}
         self.least_epochs = {name: epoch for name, epoch in self.least_epochs.items() if name in identities}
-        led = {self._shard, *self._shards.led}
+        led = {self._shard, *self._shards.leased_shards}
         shards = {worker.shard for worker in self.ready if worker.shard and worker.shard not in led}
-        self._unled = {shard: self._unled.get(shard, now) for shard in shards}
+        self._unled_since = {shard: self._unled_since.get(shard, now) for shard in shards}
 
     def silent(self, name: str) -> bool:
         """Return whether the worker has not registered for SILENT_S; False after a failed look."""
-        if name not in self._seen:
-            return bool(self._seen) or not self.ready
-        return time.monotonic() - self._seen[name][1] >= SILENT_S
+        if name not in self._sightings:
+            return bool(self._sightings) or not self.ready
+        return time.monotonic() - self._sightings[name][1] >= SILENT_S
 
     def _full(self, held: Collection[str]) -> bool:
         """Return whether the `held` workers are this shard's share, which is at least one worker."""
@@ -131,7 +131,7 @@ class WorkerRegistry:
     @property
     def _free(self) -> set[str]:
         """Return the workers that no live shard has."""
-        taken = {self._shard, *self._shards.led}
+        taken = {self._shard, *self._shards.leased_shards}
         return {worker.id for worker in self.ready if worker.shard not in taken}
 
     def to_give(self, running: Mapping[str, int]) -> str:
@@ -168,7 +168,7 @@ class WorkerRegistry:
         others = free if held and len(free) <= len(self._shards.workerless) else set()
         candidates = [w for w in self.ready if w.id not in {*held, *others} and after.get(w.identity, 0.0) <= now]
         for worker in sorted(candidates, key=lambda w: (w.identity in avoid, w.shard != self._shard, -w.slots)):
-            unled_s = now - self._unled.get(worker.shard, now)
+            unled_s = now - self._unled_since.get(worker.shard, now)
             if held and worker.shard not in ("", self._shard) and unled_s < self._patience_s:
                 continue
             names = [self._keys.worker(worker.id), self._keys.epoch, self._keys.worker(before or worker.id)]
@@ -178,10 +178,10 @@ class WorkerRegistry:
                 return replace(worker, epoch=epoch)
         return None
 
-    def unwanted(self, held: Collection[str]) -> list[Registration]:
+    def unwanted_workers(self, held: Collection[str]) -> list[Registration]:
         """Return the workers that are not `held` and will not be: the share is full, or a live shard has them."""
         full = self._full(held)
-        return [w for w in self.ready if w.id not in held and (full or w.shard in self._shards.led)]
+        return [w for w in self.ready if w.id not in held and (full or w.shard in self._shards.leased_shards)]
 
     async def give_back(self, worker: Registration) -> None:
         """Release a worker, unless another shard has it already."""

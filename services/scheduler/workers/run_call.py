@@ -29,10 +29,10 @@ class RunCall(asyncio.Protocol):
         self._results: deque[worker_pb2.Result] = deque()
         self._frames = run_socket.Frames()
         self._transport: Any = None
-        self._arrived: asyncio.Future[None] | None = None  # waits for a result or the end
+        self._arrival: asyncio.Future[None] | None = None  # waits for a result or the end
         self._writable: asyncio.Future[None] | None = None  # not None: the socket is full
         self._reads = True
-        self._ended = False
+        self._has_ended = False
         self._error: Exception | None = None  # raised behind the last result
 
     @classmethod
@@ -53,7 +53,7 @@ class RunCall(asyncio.Protocol):
 
     async def write(self, step: worker_pb2.Step) -> None:
         """Send a step. Raises asyncio.InvalidStateError when the stream has ended."""
-        if self._ended:
+        if self._has_ended:
             raise asyncio.InvalidStateError("the stream has ended")
         self._transport.write(run_socket.message(step.SerializeToString()))
         if self._writable is not None:
@@ -64,12 +64,12 @@ class RunCall(asyncio.Protocol):
 
     async def __anext__(self) -> worker_pb2.Result:
         while not self._results:
-            if self._ended:
+            if self._has_ended:
                 if self._error is not None:
                     raise self._error
                 raise StopAsyncIteration
-            self._arrived = asyncio.get_running_loop().create_future()
-            await self._arrived
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
         if not self._reads and len(self._results) <= QUEUED_RESULTS:
             self._reads = True
             self._transport.resume_reading()
@@ -85,7 +85,7 @@ class RunCall(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._ended:
+        if self._has_ended:
             return
         try:
             for kind, payload in self._frames.feed(data):
@@ -117,15 +117,15 @@ class RunCall(asyncio.Protocol):
 
     def _end(self, error: Exception | None) -> None:
         """Keep the first reason of the end; results that came before it are still read."""
-        if not self._ended:
-            self._ended, self._error = True, error
+        if not self._has_ended:
+            self._has_ended, self._error = True, error
             self._transport.abort()
         self.resume_writing()
         self._wake()
 
     def _wake(self) -> None:
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_result(None)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
 
 def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:

@@ -143,7 +143,7 @@ def _prompt_logprobs(result: worker_pb2.Result) -> list[PromptLogprobs]:
     return found
 
 
-def _forced(result: worker_pb2.Result) -> tuple[Int32, Int32, Int32]:
+def _forced_tokens(result: worker_pb2.Result) -> tuple[Int32, Int32, Int32]:
     """Return slots, counts and tokens of forced texts. Raises ValueError when a column has a wrong length."""
     slots, counts, tokens = unpack(result.forced_slots), unpack(result.forced_counts), unpack(result.forced_tokens)
     if slots.size != counts.size or (counts < 1).any() or int(counts.sum(dtype="i8")) != tokens.size:
@@ -168,7 +168,7 @@ def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
         swap_in_acks=unpack(result.swap_in_acks) if result.swap_in_acks else EMPTY,
         errors=[(error.slot, error.code[:64], error.message[:1000]) for error in result.errors],
         error=result.error,
-        forced_tokens=_forced(result) if result.forced_slots else None,
+        forced_tokens=_forced_tokens(result) if result.forced_slots else None,
         step_ns=result.timings.total_ns,
         swap_ns=result.timings.swap_ns,
         late=unpack(result.late_slots) if result.late_slots else EMPTY,

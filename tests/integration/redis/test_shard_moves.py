@@ -96,7 +96,7 @@ class World:
                 if item.request.outputs[0].size:
                     process.begun.add(item.request.id)
 
-        await process.intake.pending(process.held, add)
+        await process.intake.read_pending(process.held, add)
 
     def check_grammar(self, item: Claimed) -> None:
         name = item.entry.request.sampling.grammar

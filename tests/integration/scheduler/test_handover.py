@@ -66,7 +66,7 @@ class Taker:
     async def found(self) -> list[Claimed]:
         """Return what a rebuild takes up."""
         claimed: list[Claimed] = []
-        await self.intake.pending([], claimed.extend)
+        await self.intake.read_pending([], claimed.extend)
         return claimed
 
 
@@ -105,7 +105,7 @@ async def test_requests_of_an_orphan_keep_tokens_and_commands(taker: Taker, shar
     found = {item.request.id: item for item in await taker.found()}
     assert sorted(found) == ["runs", "stopped"]
     assert tokens_of(found["runs"].request) == [50, 51, 52]
-    assert found["runs"].cancelled
+    assert found["runs"].is_cancelled
     assert found["stopped"].stops == {0: 1}
     assert await taker.redis.hmget(taker.keys.req("runs"), "shard", "epoch") == [
         b"shard-1", str(taker.lease.epoch).encode(),
@@ -125,7 +125,7 @@ async def test_request_begun_without_a_token_is_taken_up_as_begun(taker: Taker, 
     lease.epoch = int(await taker.redis.get(lease.key) or 0)
     rebuilt = Intake(taker.redis, taker.redis, taker.scripts, taker.keys, "shard-0", lease, Clock())
     found: list[Claimed] = []
-    await rebuilt.pending([], found.extend)
+    await rebuilt.read_pending([], found.extend)
     assert {item.request.id: item.request.has_begun for item in found} == {"began": True, "waits": False}
 
 
@@ -179,7 +179,7 @@ async def test_repeated_move_takes_nothing_back(taker: Taker, shard_0: ScriptedS
 async def test_orphans_are_shards_without_a_leader_for_three_leases(taker: Taker, shard_0: ScriptedScheduler) -> None:
     shards = Shards(taker.redis, taker.keys, "shard-1", 1000)
     await shards.look(0.0)
-    assert (shards.others, shards.orphans, shards.pending) == ([], [], 0)
+    assert (shards.other_shards, shards.orphans, shards.pending_requests) == ([], [], 0)
     for name in ("a", "b"):
         await taker.enqueue(name)
     shard_0.lead()
@@ -187,17 +187,17 @@ async def test_orphans_are_shards_without_a_leader_for_three_leases(taker: Taker
     await taker.redis.zadd(taker.keys.workers, {"worker-0": 1})
     await taker.redis.hset(taker.keys.worker("worker-0"), "shard", "shard-0")
     await shards.look(1.0)
-    assert (shards.others, shards.orphans) == (["shard-0"], [])
+    assert (shards.other_shards, shards.orphans) == (["shard-0"], [])
     shard_0.stats(draining=1)
     await shards.look(2.0)
-    assert shards.others == []
+    assert shards.other_shards == []
     shard_0.resign()
     for now_s, orphans in ((3.0, []), (5.9, []), (6.1, ["shard-0"])):
         await shards.look(now_s)
         assert shards.orphans == orphans
     shard_0.lead(draining=0)
     await shards.look(7.0)
-    assert (shards.others, shards.orphans) == (["shard-0"], [])
+    assert (shards.other_shards, shards.orphans) == (["shard-0"], [])
 
 
 async def test_unclaimed_age_is_that_of_the_first_unclaimed_request(taker: Taker, shard_0: ScriptedScheduler) -> None:
@@ -239,7 +239,7 @@ async def test_draining_shard_passes_on_what_it_is_given(taker: Taker, shard_0: 
             held.add(item.request.id, item.entry)
 
     some: Any = SimpleNamespace(
-        others=["shard-2"], identities={"shard-2": ""}, claim_begins=lambda: None, claim_answered=lambda: None
+        other_shards=["shard-2"], identities={"shard-2": ""}, claim_begins=lambda: None, claim_answered=lambda: None
     )  # fmt: skip
     passing: Any = Passing()
     claims = Claims(taker.intake, held, some, passing, some, take, lambda: False, taker.lease_of)

@@ -59,9 +59,9 @@ async def claimed_of_a_flood(server: RedisServer) -> list[Claimed]:
     intake, held = Intake(redis, redis, scripts, keys, settings.shard, lease, Clock()), Holdings()
     await intake.prepare()
     absent: Any = None
-    alone: Any = SimpleNamespace(others=())
+    alone: Any = SimpleNamespace(other_shards=())
     claims = Claims(intake, held, alone, absent, absent, absent, lambda: False, absent)
-    claims.joined(SLOTS)
+    claims.set_slots(SLOTS)
     found: list[Claimed] = []
     while len(found) <= FLOOD and (part := await intake.read(claims.room())):
         assert len(part) <= READ_COUNT, "running sequences have their steps meanwhile"

@@ -53,7 +53,7 @@ class Workers(Shard):
             before = {name: len(self.house.published[name, 0]) for name in requests}
             self.house.answer(replica)
             moved = {name for name, count in before.items() if len(self.house.published[name, 0]) > count}
-            self.quarantine.progressed(moved, self.house.now)
+            self.quarantine.on_progress(moved, self.house.now)
             for name in moved & self.house.ended.keys():
                 self.quarantine.remove(name, self.house.now)
         self.core.check()
@@ -63,7 +63,7 @@ class Workers(Shard):
         """The worker that died last registers anew."""
         number = self.house.join(LIMITS)
         assert number == self.deaths[-1]
-        self.quarantine.linked(f"worker-{number}", "another", self.house.now)
+        self.quarantine.on_link(f"worker-{number}", "another", self.house.now)
 
     def fleet(self, workers: Any = None) -> tuple[Fleet, WorkerContext]:
         unused: Any = None
@@ -194,7 +194,7 @@ class Others:
         self.show(live, starving)
 
     def show(self, live: tuple[str, ...], starving: tuple[str, ...]) -> None:
-        self.live, self.workerless, self.led = list(live), list(starving), set(live)
+        self.live, self.workerless, self.leased_shards = list(live), list(starving), set(live)
 
 
 async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tuple[list[str], str]:
@@ -301,12 +301,12 @@ async def test_lost_worker_that_the_shard_avoids_is_freed(record: str, others: O
     workers = WorkerRegistry(Redis(w0="a", w1=record), SCRIPTS, KEYS, "a", lease, others, 1000)
     fleet, _ = shard.fleet(workers)
     fleet.tasks["w0"] = linked = asyncio.create_task(asyncio.Event().wait())
-    fleet.failed["w1"] = time.monotonic()
+    fleet.failures_s["w1"] = time.monotonic()
     await fleet.look()
     linked.cancel()
     shard.round()
     assert not lease.given and not shard.running("r0"), "its record may have outlived it"
-    fleet.failed["w1"] -= AVOID_S
+    fleet.failures_s["w1"] -= AVOID_S
     await fleet.look()
     shard.round()
     assert lease.given == gives

@@ -34,16 +34,16 @@ class Queue:
         self.waiting = [f"r{number}" for number in range(WAITING)]
         self.claimed: list[str] = []
         self.held = Holdings()
-        self.shards: Any = SimpleNamespace(others=[], identities={}, orphans=[], looks=0, pending=0)
+        self.shards: Any = SimpleNamespace(other_shards=[], identities={}, orphans=[], looks=0, pending_requests=0)
         this: Any = self
         self.claims = Claims(this, self.held, self.shards, this, this, self._take, lambda: False, this)
 
     def looked(self, others: list[str]) -> None:
-        self.shards.looks, self.shards.others = self.shards.looks + 1, others
+        self.shards.looks, self.shards.other_shards = self.shards.looks + 1, others
         self.claims.changed.set()
 
     async def read(self, room: list[int], one: bool) -> list[Any]:
-        assert not self.shards.others, "these requests are for a shard with a worker"
+        assert not self.shards.other_shards, "these requests are for a shard with a worker"
         await asyncio.sleep(0)
         if not self.waiting:  # as a read that waits for a request
             await self.claims.changed.wait()
@@ -83,9 +83,9 @@ def test_shard_without_worker_claims_nothing_before_its_first_look() -> None:
 
 def test_shard_with_worker_claims_before_its_first_look() -> None:
     queue = Queue()
-    queue.claims.joined(4)
+    queue.claims.set_slots(4)
     assert min(queue.claims.room()) > 0
-    queue.claims.lost()
+    queue.claims.on_loss()
     assert queue.claims.room() == NONE
 
 

@@ -141,8 +141,8 @@ def test_each_replica_has_its_own_series_until_it_is_lost() -> None:
 
 def test_pace_of_a_worker_covers_answers_since_the_last_report() -> None:
     pace = WorkerRates()
-    pace.answered(step_ns=30_000_000, idle_ns=10_000_000, tokens=12)
-    pace.answered(step_ns=10_000_000, idle_ns=0, tokens=8)
+    pace.on_answer(step_ns=30_000_000, idle_ns=10_000_000, tokens=12)
+    pace.on_answer(step_ns=10_000_000, idle_ns=0, tokens=8)
     assert pace.take(2.0) == {"tok_s": 10.0, "step_ms": 20.0, "idle_pct": 20.0}
     assert pace.take(1.0) == {"tok_s": 0.0, "step_ms": 0.0, "idle_pct": 0.0}
 

@@ -60,7 +60,7 @@ def test_adopting_gateway_gets_the_rest(shard: Parking) -> None:
     shard.lose_the_gateway()
     assert shard.steps(4) == []
     shard.core.adopt("a", "g2")
-    shard.quarantine.adopted("a", "g2", shard.house.now)
+    shard.quarantine.on_adopt("a", "g2", shard.house.now)
     shard.look("g2", after_s=GATEWAY_GONE_S)
     assert set(shard.steps(4)) == {"a"}
     assert shard.core.stats()["parked"] == 0
@@ -89,7 +89,7 @@ def test_request_of_a_gateway_that_died_before_the_claim_never_runs(shard: Parki
     shard.look()
     assert shard.steps(4) == []
     shard.core.adopt("a", "g2")
-    shard.quarantine.adopted("a", "g2", shard.house.now)
+    shard.quarantine.on_adopt("a", "g2", shard.house.now)
     shard.look("g2")
     assert set(shard.steps(4)) == {"a"}
 
@@ -99,7 +99,7 @@ def test_one_in_the_background_waits_for_a_gateway_however_long(shard: Parking) 
     shard.lose_the_gateway()
     shard.look(after_s=3 * ABANDONED_S)
     assert (shard.abandoned, shard.steps(4)) == ([], [])
-    shard.quarantine.adopted("a", "g2", shard.house.now)
+    shard.quarantine.on_adopt("a", "g2", shard.house.now)
     assert set(shard.steps(4)) == {"a"}
 
 
@@ -122,7 +122,7 @@ def on_trial(*names: str) -> Parking:
     shard.look("g1")
     shard.steps(2)
     shard.house.lose(0)
-    shard.quarantine.died(set(names), set(names), shard.house.now)
+    shard.quarantine.on_death(set(names), set(names), shard.house.now)
     shard.house.join(LIMITS)
     return shard
 
@@ -131,11 +131,11 @@ def test_one_that_is_suspected_stays_parked_when_it_is_adopted() -> None:
     shard = on_trial("a", "b")
     shard.look()
     shard.look(after_s=GATEWAY_GONE_S)
-    shard.quarantine.adopted("b", "g2", shard.house.now)
+    shard.quarantine.on_adopt("b", "g2", shard.house.now)
     assert set(shard.steps(4)) == {"a"}, "b is not on trial"
-    shard.quarantine.adopted("a", "g2", shard.house.now)
+    shard.quarantine.on_adopt("a", "g2", shard.house.now)
     assert set(shard.steps(1)) == {"a"}
-    shard.quarantine.progressed({"a"}, shard.house.now)
+    shard.quarantine.on_progress({"a"}, shard.house.now)
     assert set(shard.steps(4)) == {"a", "b"}
 
 
@@ -146,7 +146,7 @@ def test_parked_suspect_of_a_lost_gateway_blocks_no_others() -> None:
         shard.look("g2", after_s=GATEWAY_GONE_S)
     for name in ("a", "b"):
         assert set(shard.steps(1)) == {name}
-        shard.quarantine.progressed({name}, shard.house.now)
+        shard.quarantine.on_progress({name}, shard.house.now)
         shard.look("g2")  # cleared, it is parked again
     assert set(shard.steps(6)) == {"c"}
 
@@ -160,7 +160,7 @@ def test_those_that_wait_for_a_worker_are_counted_apart_from_those_without_a_gat
     shard.arrive("c", "g2")
     shard.quarantine.link_lost("w", "1", {"c", "ended"}, {"c"})
     assert shard.quarantine.suspects == 1
-    shard.quarantine.linked("w", "1", shard.house.now)
+    shard.quarantine.on_link("w", "1", shard.house.now)
     assert shard.quarantine.suspects == 0
     trial = on_trial("a", "b")
     assert trial.quarantine.suspects == 1, "b, while a is tried"
@@ -175,7 +175,7 @@ def test_request_parked_for_its_lost_gateway_can_be_tried() -> None:
     shard.look("g2")
     shard.look("g2", after_s=GATEWAY_GONE_S)
     shard.house.lose(0)
-    shard.quarantine.died({"a"}, {"a", "c"}, shard.house.now)  # a step of a was under way
+    shard.quarantine.on_death({"a"}, {"a", "c"}, shard.house.now)  # a step of a was under way
     shard.house.join(LIMITS)
     assert set(shard.steps(1)) == {"a"}
 
@@ -190,7 +190,7 @@ def test_broken_connection_to_worker_that_lives_makes_no_suspect(again: str, sus
         shard.quarantine.link_lost("worker-0", "the same", {"a"}, {"a"})
         assert not shard.quarantine.has_suspects or suspected
         shard.house.join(LIMITS)
-        shard.quarantine.linked("worker-0", again, shard.house.now)
+        shard.quarantine.on_link("worker-0", again, shard.house.now)
     assert bool(shard.given_up) == suspected
 
 
@@ -208,7 +208,7 @@ def test_deaths_noticed_together_count_once_for_a_request(later: bool, dead: lis
         shard.quarantine.link_lost(f"worker-{number}", "first", {"a"}, {"a"})
         if later or number == 1:
             shard.house.join(LIMITS)
-            shard.quarantine.linked(f"worker-{number}", "another", shard.house.now)
+            shard.quarantine.on_link(f"worker-{number}", "another", shard.house.now)
     shard.house.join(LIMITS)
     if not later:
         shard.quarantine.find_dead(lambda name: True, shard.house.now)

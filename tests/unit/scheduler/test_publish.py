@@ -130,12 +130,12 @@ def test_statistics_tell_first_tokens_from_gaps_and_count_missed_limits() -> Non
 
 def test_prediction_is_compared_with_the_measured_time_of_its_request() -> None:
     stats = Stats(0)
-    stats.forecasts.arrived("before", 2, 0.0, 7.0)
-    stats.forecasts.started("before", 2, 7.0, SECOND)  # it took no time beyond the prediction
+    stats.forecasts.on_arrival("before", 2, 0.0, 7.0)
+    stats.forecasts.on_start("before", 2, 7.0, SECOND)  # it took no time beyond the prediction
     first = outcome()
     request = first.requests[2]  # its first token came after 40 ms
     stats.snapshot({}, SECOND, 77, 4, "orcinus", 1, predicted_ns=[0, 0, 900_000_000, 0])
-    stats.forecasts.arrived(request.id, request.priority, 1.0, 4.0)  # the report plays no part
+    stats.forecasts.on_arrival(request.id, request.priority, 1.0, 4.0)  # the report plays no part
     stats.outcome(first, 3 * SECOND)
     fields = stats.snapshot({}, 4 * SECOND, 79, 4, "orcinus", 1)
     assert (fields["ttft_predicted_ms_p50"], fields["ttft_error_ms_p50"]) == (5.0, 35.0)
@@ -149,8 +149,8 @@ def test_prediction_is_compared_with_the_measured_time_of_its_request() -> None:
 def measured(stats: Stats, *waits_ms: float) -> dict[str, float | int | str]:
     """Return the next statistics, after first tokens of class normal that took so long; the core predicts 5 ms."""
     for number, wait_ms in enumerate(waits_ms):
-        stats.forecasts.arrived(str(number), 2, 1.0, 9.0)
-        stats.forecasts.started(str(number), 2, wait_ms, SECOND)
+        stats.forecasts.on_arrival(str(number), 2, 1.0, 9.0)
+        stats.forecasts.on_start(str(number), 2, wait_ms, SECOND)
     assert len(stats.forecasts) == 0
     return stats.snapshot({}, SECOND, 77, 4, "orcinus", 1, predicted_ns=[5_000_000] * 4)
 

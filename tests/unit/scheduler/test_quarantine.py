@@ -57,7 +57,7 @@ class Simulation:
             for name, request in self.requests.items():
                 if request.comes == now:
                     self.waiting.append(name)
-                    self.obey(self.suspects.arrived(name))
+                    self.obey(self.suspects.on_arrival(name))
                 if request.leaves == now and self.held(name):
                     self.end(name)
             while self.untold and self.rng.random() < 0.5:
@@ -85,7 +85,7 @@ class Simulation:
             for name in sorted(got):
                 self.requests[name].got += 1
             if self.suspects:
-                self.obey(self.suspects.progressed(got))
+                self.obey(self.suspects.on_progress(got))
             for name in sorted(got):
                 if self.requests[name].got == self.requests[name].tokens:
                     self.end(name)
@@ -95,7 +95,7 @@ class Simulation:
         self.running = []
         if self.troubled and self.rng.random() < 0.1:
             self.end(self.rng.choice(sorted(at_worker)))  # a cancel just before
-        self.obey(self.suspects.died(in_step, at_worker, self.parked.union(self.waiting)))
+        self.obey(self.suspects.on_death(in_step, at_worker, self.parked.union(self.waiting)))
 
     def held(self, name: str) -> bool:
         return name in self.parked or name in self.waiting or name in self.running
@@ -159,28 +159,28 @@ def test_cancels_and_lost_workers_cost_no_innocent_request(poisons: int) -> None
 
 def test_suspect_on_trial_is_not_blamed_for_a_newcomer() -> None:
     suspects = Bisection()
-    suspects.died({"innocent"}, {"innocent"}, {"innocent"})
-    assert suspects.arrived("poison").park == ["poison"]
+    suspects.on_death({"innocent"}, {"innocent"}, {"innocent"})
+    assert suspects.on_arrival("poison").park == ["poison"]
     both = {"innocent", "poison"}
-    assert suspects.died(both, both, both).dead == []  # had it run for some reason
-    assert suspects.progressed({"innocent"}).resume == ["poison"]
+    assert suspects.on_death(both, both, both).dead == []  # had it run for some reason
+    assert suspects.on_progress({"innocent"}).resume == ["poison"]
 
 
 def test_cleared_request_that_still_runs_takes_the_blame() -> None:
     suspects = Bisection()
     at_risk = {"a", "b"}
-    assert suspects.died(at_risk, at_risk, at_risk).park == ["b"]
-    assert suspects.progressed({"a"}).resume == ["b"]
+    assert suspects.on_death(at_risk, at_risk, at_risk).park == ["b"]
+    assert suspects.on_progress({"a"}).resume == ["b"]
     for _ in range(3):  # a is with the worker: in the step, or in the next one
-        assert suspects.died({"b"}, at_risk, at_risk) == Actions(park=["a"])
-    assert suspects.died({"b"}, {"b"}, at_risk).dead == []
-    assert suspects.died({"b"}, {"b"}, at_risk) == Actions(resume=["a"], dead=["b"])
+        assert suspects.on_death({"b"}, at_risk, at_risk) == Actions(park=["a"])
+    assert suspects.on_death({"b"}, {"b"}, at_risk).dead == []
+    assert suspects.on_death({"b"}, {"b"}, at_risk) == Actions(resume=["a"], dead=["b"])
 
 
 def claimed(name: str) -> Claimed:
     wire = queue_pb2.Request(id=name)
     request = NewRequest(name, [np.arange(5, dtype=np.int32)], 20, payload=wire)
-    return Claimed(Entry("orcinus:{m}:requests:normal", "0-1", wire), request, cancelled=False)
+    return Claimed(Entry("orcinus:{m}:requests:normal", "0-1", wire), request, is_cancelled=False)
 
 
 class OneWorker:
@@ -202,7 +202,7 @@ class OneWorker:
         plan, _ = self.core.plan(self.now, self.replica)
         if plan is None:
             return set()
-        self.in_flight.sent(plan)
+        self.in_flight.add(plan)
         return self.in_flight.all()
 
     def dies(self) -> None:
@@ -243,7 +243,7 @@ async def test_drain_hands_back_waiting_requests_and_keeps_started_ones(
     keys = worker.service.keys
     assert keys.req("c") in handed
     assert keys.req("a") not in handed
-    assert set(worker.service.held.entries) == {"a", "b"}
+    assert set(worker.service.holdings.entries) == {"a", "b"}
     worker.ends("a")
     assert worker.send() == {"b"}
     assert worker.parked() == 0

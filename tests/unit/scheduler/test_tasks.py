@@ -98,16 +98,16 @@ def plan(step: int, slots: list[int], enters: list[tuple[int, str]]) -> StepPlan
 
 def test_steps_know_their_requests_though_slots_change_hands() -> None:
     steps = InFlight()
-    steps.sent(plan(1, [0, 1], [(0, "a"), (1, "b")]))
+    steps.add(plan(1, [0, 1], [(0, "a"), (1, "b")]))
     for step in range(2, 9):
-        steps.sent(plan(step, [0], [(0, f"c{step}")]))
+        steps.add(plan(step, [0], [(0, f"c{step}")]))
     assert (steps.oldest(), steps.all()) == ({"a", "b"}, {"a", "b"} | {f"c{step}" for step in range(2, 9)})
     for step in range(1, 7):
-        steps.answered(step)
+        steps.pop(step)
     assert (steps.oldest(), steps.all()) == ({"c7"}, {"c7", "c8"})
-    steps.sent(plan(9, [1, 0], []))
-    steps.answered(7)
-    steps.answered(8)
+    steps.add(plan(9, [1, 0], []))
+    steps.pop(7)
+    steps.pop(8)
     assert steps.oldest() == steps.all() == {"b", "c8"}
 
 
