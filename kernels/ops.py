@@ -398,8 +398,8 @@ class SamplingRows:
             and self.banned is None
             and self.mask_rows is None
             and self.history is None
-            and not self.temperature.any()
-            and not self.want_logprob.any()
+            and not np.count_nonzero(self.temperature)
+            and not np.count_nonzero(self.want_logprob)
         )
 
 

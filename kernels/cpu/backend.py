@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import pointer
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -69,12 +70,12 @@ from kernels.ops import (
 
 
 class CpuPrepared(Prepared):
-    """The batch as a Step of addresses, and the arrays that they point into."""
+    """The batch as a Step of addresses, and the array that they point into."""
 
-    __slots__ = ("batch", "step")
+    __slots__ = ("columns", "step")
 
-    def __init__(self, batch: Batch, step: Step) -> None:
-        self.batch, self.step = batch, step
+    def __init__(self, columns: Int32, step: Step) -> None:
+        self.columns, self.step = columns, step
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,26 +215,24 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         return CpuCache(shape, self.library, self._immediate, host)
 
     def prepare(self, batch: Batch, cache: CpuCache) -> CpuPrepared:
-        columns = [
-            np.ascontiguousarray(column, dtype=np.int32)
-            for column in (
-                batch.tokens,
-                batch.positions,
-                batch.query_start,
-                batch.context,
-                batch.tables,
-                batch.write_blocks,
-                batch.write_offsets,
-                batch.sample_rows,
-            )
-        ]
-        kept = Batch(*columns)
+        columns = (
+            batch.tokens,
+            batch.positions,
+            batch.query_start,
+            batch.context,
+            batch.tables.ravel(),
+            batch.write_blocks,
+            batch.write_offsets,
+            batch.sample_rows,
+        )
+        kept = np.concatenate(columns, dtype=np.int32)  # one array has one address
+        sizes = [column.size * kept.itemsize for column in columns]
         step = Step(
-            len(kept.tokens),
-            len(kept.sample_rows),
-            len(kept.context),
-            kept.tables.shape[1],
-            *(address(column) for column in columns),
+            len(batch.tokens),
+            len(batch.sample_rows),
+            len(batch.context),
+            batch.tables.shape[1],
+            *accumulate(sizes[:-1], initial=address(kept)),
         )
         return CpuPrepared(kept, step)
 
@@ -562,11 +561,9 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         least: Callable[[list[int]], list[int]] = list,
     ) -> Compiled:
         recording = Recording(self._immediate, max_tokens, max_samples)
-        empty = np.zeros(0, np.int32)
-        no_rows = Batch(empty, empty, empty, empty, empty.reshape(0, 0), empty, empty, empty)
         self._runner = recording
         try:
-            result = forward(CpuPrepared(no_rows, Step()))
+            result = forward(CpuPrepared(np.zeros(0, np.int32), Step()))
         finally:
             self._runner = self._immediate
         return Compiled(Program(self.library, self.threads, recording, result))

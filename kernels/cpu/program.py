@@ -172,6 +172,7 @@ class Program:
         self._recording = recording  # owns the memory
         self.workspace_bytes = recording.workspace_bytes
         self._result = result
+        self._results: dict[int, Tensor] = {}  # by rows: a view costs more than some commands
         self._commands = (Command * len(recording.commands))(*recording.commands)
         bounds = [0, *(exchange.before for exchange in recording.exchanges), len(recording.commands)]
         self._parts = list(zip(bounds[:-1], bounds[1:], [*recording.exchanges, None], strict=True))
@@ -191,7 +192,10 @@ class Program:
         # What runs at once afterwards, the sampler above all, keeps to this number: a thread that this step left out
         # stays asleep, and its core is left to the rest.
         self._recording.immediate.threads = threads
-        return self._result[: step.samples_count]
+        count = step.samples_count
+        if count not in self._results:
+            self._results[count] = self._result[:count]
+        return self._results[count]
 
     def profile(self, step: Step) -> list[tuple[str, int]]:
         """Run and return (operation, ns) of each command in order."""

@@ -20,14 +20,15 @@ CLEARLY = 0.97
 
 
 class _Size:
-    """Steps of one size: latest times by number of threads, in ns a row."""
+    """Steps of one size: latest times and their median by number of threads, in ns a row."""
 
-    __slots__ = ("count", "current", "times")
+    __slots__ = ("count", "current", "medians", "times")
 
     def __init__(self, current: int) -> None:
         self.current = current
         self.count = 0
         self.times: dict[int, list[float]] = {}
+        self.medians: dict[int, float] = {}
 
 
 class ThreadChoice:
@@ -48,7 +49,7 @@ class ThreadChoice:
         if known is None or len(known) < KEPT:
             every = 2 if size.count > KEPT else 0
         else:
-            every = SELDOM if median(known) > MUCH * median(size.times[size.current]) else TRIED_EVERY
+            every = SELDOM if size.medians[other] > MUCH * size.medians[size.current] else TRIED_EVERY
         return other if every and size.count % every == 0 else size.current
 
     def took(self, rows: int, threads: int, ns: int) -> None:
@@ -59,9 +60,10 @@ class ThreadChoice:
         times = size.times.setdefault(threads, [])
         times.append(ns / max(rows, 1))
         del times[:-KEPT]
+        size.medians[threads] = median(times)
         other = self._other(size.current)
         mine, others = size.times.get(size.current, []), size.times.get(other, [])
-        if len(mine) == len(others) == KEPT and median(others) < CLEARLY * median(mine):
+        if len(mine) == len(others) == KEPT and size.medians[other] < CLEARLY * size.medians[size.current]:
             size.current = other
 
     def _other(self, threads: int) -> int:

@@ -47,7 +47,7 @@ from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import method_of
 from services.worker.quantization.base import LinearMethod
-from services.worker.slots import SCORE, VECTOR, Chunks, ScoredTokens, SlotTable
+from services.worker.slots import SCORE, Chunks, ScoredTokens, SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
 from shared.errors import ConfigurationError, ProtocolError
@@ -523,23 +523,24 @@ class Engine:
         if not chunks.slots.size:
             return inflight, None
         batch = table.batch(chunks)
-        if table.pooling[chunks.slots].any():
+        if np.count_nonzero(table.pooling[chunks.slots]):
             inflight.pool(table.pooling[inflight.sampling], self.config.hidden_size)
         inflight.scoring = table.scored_tokens(chunks)
         if inflight.scoring is not None and self.parallel.last:
             rows = inflight.scoring.rows
             batch = dataclasses.replace(batch, sample_rows=np.append(batch.sample_rows, rows), scored=len(rows))
         table.computed_through(chunks)
-        self._begin_adapters(chunks, batch)
+        if self.adapter_dir is not None:
+            self._begin_adapters(chunks, batch)
         return inflight, self._local_batch(batch, chunks)
 
     def _begin_adapters(self, chunks: Chunks, batch: Batch) -> None:
         """Set which rows of the batch have which adapter."""
         numbers = self.slots.adapter[chunks.slots]
-        if numbers.any():
+        if np.count_nonzero(numbers):
             of_rows = np.repeat(self.adapters.places(numbers), chunks.lengths)
             self.adapter_rows.begin(of_rows, batch.sample_rows)
-        elif self.adapter_dir is not None:
+        else:
             self.adapter_rows.begin(None)
 
     def _local_batch(self, batch: Batch, chunks: Chunks) -> Batch:
@@ -555,7 +556,7 @@ class Engine:
 
     def _forward(self, inflight: InFlightStep, prepared: Prepared) -> Tensor:
         """Run a step's forward pass and return the logits that sample, or what `_sample` takes in their place."""
-        if self.parallel.last and (inflight.scoring is not None or (inflight.kinds == VECTOR).any()):
+        if self.parallel.last and (inflight.scoring is not None or inflight.has_vectors):
             return self._read_rows(inflight, prepared)
         with_adapters = self.adapter_rows.computes
         logits: Tensor = (self._compiled_with_adapters if with_adapters else self.compiled)(prepared)
@@ -569,7 +570,7 @@ class Engine:
         sampling = len(inflight.sampling)
         if inflight.scoring is not None:
             self._score(inflight, inflight.scoring, rows[sampling:])
-        if (inflight.kinds == VECTOR).any() and self.parallel.samples:
+        if inflight.has_vectors and self.parallel.samples:
             copies: list[Tensor] = []
             self.ops.exchange(rows[:sampling], lambda last: copies.append(last.float().cpu()))
             inflight.vectors = normalized(copies[0].numpy()[inflight.pooled])
@@ -609,8 +610,8 @@ class Engine:
         slots, table, chunks = inflight.sampling, self.slots, inflight.chunks
         inflight.positions = positions = table.known[slots] + (0 if chunks.drafts is None else chunks.behind())
         inflight.logprobs = table.sampling.logprobs[slots]
-        inflight.has_grammars = bool(table.sampling.has_grammar[slots].any())
         if self.parallel.size > 1:
+            inflight.has_grammars = bool(table.sampling.has_grammar[slots].any())
             logits = self.decoder.gather_logits(logits)
         if not self.parallel.samples:
             with self._lock:
@@ -631,7 +632,7 @@ class Engine:
                 rows = table.sampling.rows(slots, positions, table.prompt[slots], table.tokens, of_rows)
                 fine = ~np.isin(slots, late) if late else slice(None)
                 table.expect(slots[fine], positions[fine])
-            if (inflight.kinds == SCORE).any():
+            if inflight.has_scores:
                 self._score_labels(inflight, logits)
             inflight.sampled = self.ops.sample_later(logits, rows, slots)
         if self.parallel.size > 1:

@@ -82,7 +82,7 @@ class InFlightStep:
     late: list[int] = field(default_factory=list)  # slots that give none yet
     positions: Int32 = field(default_factory=lambda: NO_ROWS)  # [R] where in its sequence each sampled token belongs
     logprobs: Int32 = field(default_factory=lambda: NO_ROWS)  # [R] as in the sequences' sampling
-    has_grammars: bool = False  # whether a sequence that samples is bound by one
+    has_grammars: bool = False  # with several ranks: whether a sequence that samples is bound by one
     swaps: bool = False
     peers: list[int] = field(default_factory=list)  # new peers of the step with a host tier that can be read
     unreadable: dict[int, str] = field(default_factory=dict)  # why the others cannot, by number
@@ -94,6 +94,8 @@ class InFlightStep:
     scores: Scored | None = None  # these, when they are known: [T] rows
     pooled: Int64 = field(default_factory=lambda: NO_TOKENS)  # [P] rows, of R, with a vector or a score as their record
     kinds: Int32 = field(default_factory=lambda: NO_ROWS)  # [P] which of the two (slots.VECTOR, SCORE)
+    has_vectors: bool = False
+    has_scores: bool = False
     vector_size: int = 0  # numbers of the largest of these
     vectors: Float32 | None = None  # these, when they are known: [P, vector_size]; a score is the first number
     learned: bool = False  # whether the slots know the tokens
@@ -113,7 +115,8 @@ class InFlightStep:
         """Note which rows have a vector or a score. pooling: [R] Enter.pooling of each row's sequence."""
         self.pooled = np.flatnonzero(pooling)
         self.kinds = pooling[self.pooled]
-        self.vector_size = vector_size if (self.kinds == VECTOR).any() else 1
+        self.has_vectors, self.has_scores = VECTOR in self.kinds, SCORE in self.kinds
+        self.vector_size = vector_size if self.has_vectors else 1
 
     def masks_of_rows(self, masks: Mapping[int, list[bytes]]) -> dict[int, bytes]:
         """Return the masks by row. masks: by slot, behind its outputs and its drafts, as far as there are any."""
@@ -222,7 +225,8 @@ class InFlightSteps:
     def learn(self, inflight: InFlightStep, sampled: Sampled) -> Int32:
         """Write the sampled tokens to the slots and return them; a failed draw fails the sequence."""
         tokens = sampled.tokens.cpu().numpy().astype(np.int32)
-        tokens[inflight.unmasked] = UNMASKED
+        if inflight.unmasked:
+            tokens[inflight.unmasked] = UNMASKED
         if inflight.learned:
             return tokens
         inflight.learned = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from protos import worker_pb2
@@ -68,7 +69,7 @@ class Metrics:
         self._busy.inc(busy_s)
         self.rank_busy(0, busy_s)
         lengths = chunks.lengths if chunks.drafts is None else chunks.lengths - chunks.drafts
-        decode = int((lengths == 1).sum())
+        decode = int(np.count_nonzero(lengths == 1))
         self._decode.inc(decode)
         self._prefill.inc(int(lengths.sum()) - decode)
         self._sampled.inc(len(result.tokens) // 4)

@@ -169,11 +169,11 @@ class SlotTable:
         """Return the iteration's tokens flattened, one chunk after another. All of it in numpy at once."""
         lengths = chunks.lengths
         query_start = np.zeros(len(lengths) + 1, np.int32)
-        np.cumsum(lengths, out=query_start[1:])
-        row_slot = np.repeat(chunks.slots, lengths)
-        positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(chunks.starts - query_start[:-1], lengths)
+        np.add.accumulate(lengths, out=query_start[1:])
+        row_slot = chunks.slots.repeat(lengths)
+        positions = np.arange(query_start[-1], dtype=np.int32) + (chunks.starts - query_start[:-1]).repeat(lengths)
         context = chunks.starts + lengths
-        used = -(-int(context.max(initial=1)) // self.block_size)
+        used = -(-int(np.maximum.reduce(context, initial=1)) // self.block_size)
         sample_rows = query_start[1:][chunks.samples] - 1
         if chunks.drafts is not None:
             sample_rows = np.repeat(sample_rows - chunks.drafts[chunks.samples], chunks.draws) + chunks.behind()
@@ -191,7 +191,7 @@ class SlotTable:
     def scored_tokens(self, chunks: Chunks) -> ScoredTokens | None:
         """Return the prompt tokens with log-probabilities that the chunks give; None without any."""
         wanted = self.sampling.prompt_logprobs[chunks.slots]
-        if not wanted.any():
+        if not np.count_nonzero(wanted):
             return None
         slots, starts = chunks.slots, chunks.starts
         firsts = np.maximum(starts + 1, self.scored[slots])
@@ -275,7 +275,7 @@ class SlotTable:
         return column
 
     def _within(self, column: Int32, name: str, limit: int) -> None:
-        if column.size and column.view(np.uint32).max() >= limit:  # which is also true of what is below zero
+        if np.count_nonzero(column.view(np.uint32) >= limit):  # which is also true of what is below zero
             worst = column.min() if column.min() < 0 else column.max()
             raise ProtocolError(f"{name}: {worst} is outside 0..{limit - 1}")
 
@@ -406,7 +406,7 @@ class SlotTable:
         self._pair(slots, starts, "chunk_slots, chunk_starts")
         self._pair(slots, lengths, "chunk_slots, chunk_lengths")
         self._check_active(slots, "chunk_slots")
-        if slots.size and np.bincount(slots).max() > 1:
+        if np.count_nonzero(np.bincount(slots) > 1):
             raise ProtocolError("chunk_slots: a slot has two chunks in one step")
         drafts, guesses = self._drafts(step, slots)
         late = NONE
@@ -437,7 +437,7 @@ class SlotTable:
         }
         if drafts is not None:
             wrong["has drafts, and not behind its last known token"] = (drafts > 0) & (~samples | (drafts >= lengths))
-        if np.logical_or.reduce(list(wrong.values())).any():
+        if any(map(np.count_nonzero, wrong.values())):
             self._refuse(slots, starts, lengths, wrong)
         if drafts is not None:
             # A guess outside the vocabulary equals nothing that is drawn; another id is computed in its place.
