@@ -243,8 +243,8 @@ def test_engines_end_beside_a_placer_for_other_models_before_they_load(
     redis.client.delete(placements)
     redis.client.hset(placements, "one", Placement(True).encode())
     redis.client.hset(placements, "other", Placement(False).encode())
-    redis.client.set(lease, "7:living", px=600_000)
-    redis.client.set(PLACER_KEYS.shard_epoch(PLACER), "7:living 600000", px=600_000)
+    redis.client.set(lease, "7:5eed", px=600_000)
+    redis.client.set(PLACER_KEYS.shard_epoch(PLACER), "7:5eed 600000", px=600_000)
     try:
         assert boxes[0].start().wait() == 2
     finally:

@@ -65,9 +65,15 @@ async def in_process(settings: GatewaySettings, text: ModelText) -> AsyncIterato
 
 @pytest.fixture
 async def local_gateway(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Gateway]:
-    """A gateway in this process that sees a scheduler, over an empty Redis."""
-    redis_server.client.flushall()
+    """A gateway in this process that sees a scheduler, over an empty Redis.
+
+    The secret of ids stays: the module may have a gateway process as well, to which a new one comes within a second.
+    """
     settings = GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url)
+    secret = redis_server.client.get(settings.keys.keys_salt)
+    redis_server.client.flushall()
+    if secret is not None:
+        redis_server.client.set(settings.keys.keys_salt, secret)
     ScriptedScheduler(redis_server.client, settings.keys).lead()
     async with in_process(settings, generations.model()) as running:
         yield running

@@ -52,8 +52,8 @@ def awake(client: Any, *names: str) -> Callable[[], bool]:
 def live(client: Any) -> None:
     """Leave in Redis what a placer for NAMES does that lives."""
     client.hset(PLACER_KEYS.placements, mapping={name: Placement(name == "a").encode() for name in NAMES})
-    client.set(PLACER_KEYS.lease(PLACER), "7:living", px=60_000)
-    client.set(PLACER_KEYS.shard_epoch(PLACER), "7:living 60000", px=60_000)
+    client.set(PLACER_KEYS.lease(PLACER), "7:5eed", px=60_000)
+    client.set(PLACER_KEYS.shard_epoch(PLACER), "7:5eed 60000", px=60_000)
 
 
 def hash_reads(client: Any) -> int:
