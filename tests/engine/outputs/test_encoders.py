@@ -122,14 +122,14 @@ def test_rows_that_are_not_finite_have_no_vector(
 ) -> None:
     engine = make_engine(made("bert", "mean").path, kernels="cpu", **SMALL)
     assert isinstance(engine, EncoderEngine)
-    pooled = engine.encoder.pooled
+    pool = engine.encoder.pool
 
     def not_finite(*given: Any) -> np.ndarray:
-        vectors = pooled(*given)
+        vectors = pool(*given)
         vectors[0, 3] = np.nan
         return vectors
 
-    monkeypatch.setattr(engine.encoder, "pooled", not_finite)
+    monkeypatch.setattr(engine.encoder, "pool", not_finite)
     recorded, _ = in_process.run(engine, requests_of(PROMPTS[:1], VECTOR), "orcinus")
     assert recorded.errors == ["nan_logits: the model gave logits that are not finite"]
 
