@@ -391,7 +391,7 @@ class SchedulerSettings(InternalSettings):
         0, ge=0, description="requests that a shard without other shards holds at most; 0 means 16,384"
     )
     lease_ms: int = Field(2000, ge=200, description="lifetime of the shard's lease, renewed four times in it")
-    stats_ms: int = Field(1000, ge=100, description="interval of the statistics")
+    stats_ms: int = Field(1000, ge=100, le=2000, description="interval of the statistics")
     watchdog_s: float = Field(10.0, gt=0, description="a worker that leaves a step unanswered for longer is lost")
     mixed_numerics: bool = Field(
         False,

@@ -8,9 +8,9 @@ last = type(last) == 'string' and last or ''
 if ARGV[1] == 'acquire' then
   -- A lease ends within its time from now. One that would stand longer is foreign, or Redis's clock was set back while its
   -- holder died. The third key says the holder's time, which may be longer than that of a standby; a service of before
-  -- wrote none. A foreign text names none, either. Redis before 7.0 knows no LT, and leaves the lease.
-  local unsaid = string.match(last, '^%d+:?%x*$') and tonumber(ARGV[4]) or 0
-  local ms = whole(string.match(last, '^%d+:?%x* (%d+)$'), unsaid)
+  -- wrote none. The key of a foreign lease names another one. Redis before 7.0 knows no LT, and leaves the lease.
+  local names_holder = redis.pcall('GET', KEYS[1]) == string.match(last, '^%S+')
+  local ms = names_holder and whole(string.match(last, ' (%d+)$'), tonumber(ARGV[4])) or 0
   if ms > tonumber(ARGV[4]) then ms = 0 end
   redis.pcall('PEXPIRE', KEYS[1], string.format('%.0f', math.max(ARGV[2], ms)), 'LT')
   if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end

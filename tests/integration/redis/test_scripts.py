@@ -138,7 +138,7 @@ async def test_key_that_would_stay_holds_a_shard_for_one_lease(
     assert await lease(scripts, "renew", epoch) == 1
 
 
-@pytest.mark.parametrize("last", ["1:2:3", "foreign", "7 x", "7 9007199254740000", "", None])
+@pytest.mark.parametrize("last", ["7", "7 3600000", "7:ab 86400000", "1:2:3", "7 9007199254740000", "", None])
 async def test_foreign_lease_ends_whatever_the_last_epoch_of_its_shard_says(
     client: Any, scripts: Scripts, last: str | None
 ) -> None:
