@@ -115,8 +115,15 @@ async def _drain_scheduler(stack: Stack, fault: Injected, _: random.Random) -> N
 
 async def _drain_gateway(stack: Stack, fault: Injected, _: random.Random) -> None:
     before = stack.processes[fault.target].pid
-    names = [name for name in await stack.alive("gateway") if f"-{before}-" in name]
-    if names:  # else it has ended meanwhile
+    names: list[str] = []
+
+    async def is_named() -> bool:
+        """Whether it has a heartbeat, which a Redis that was restarted has not yet, or has ended meanwhile."""
+        names[:] = [name for name in await stack.alive("gateway") if f"-{before}-" in name]
+        return bool(names) or stack.processes[fault.target].pid != before
+
+    await until(f"{fault.target} has a heartbeat", is_named, WHOLE_S)
+    if names:
         await _drain(stack, names[0])
     await _another_gateway(stack, fault.target, before)
     fault.ready_s = time.monotonic()
