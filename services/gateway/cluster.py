@@ -106,11 +106,11 @@ class Snapshot:
 
     @property
     def led(self) -> list[dict[str, str]]:
-        """Return the statistics of the shards that have a leader, which wrote some lately."""
+        """Return the statistics of the shards with a lease and a scheduler that writes statistics."""
         return [stats for shard, stats in self.stats.items() if shard in self.leases and not self._is_silent(shard)]
 
     def _is_silent(self, shard: str) -> bool:
-        """Whether the scheduler of a shard wrote no statistics lately: its lease may be of something else."""
+        """Whether a shard has written no statistics for STALE_S. Its lease may then be a foreign value."""
         return self.at - self.renewed.get(shard, self.at) > STALE_S
 
     def limits(self, fallback: Limits) -> Limits:
@@ -450,7 +450,7 @@ def placement_of(is_placed: bool, raw: Any) -> Placement | None:
 def renewed_at(stats: dict[str, dict[str, str]], before: Snapshot | None, now: float) -> dict[str, float]:
     """Return when each shard's stats were last seen to change, by this process's clock: a shard may have another.
 
-    Behind looks that failed, a shard has all the time again: it could not write, either.
+    When the last look is older than STALE_S, count from now: Redis was away, so no shard could write.
     """
     past = before if before is not None and now - before.at <= STALE_S else None
     return {

@@ -107,7 +107,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _ResultShape:
-    """The layout of the results of so many rows."""
+    """The sizes that fix where each result of an iteration lies in the array of results."""
 
     rows: int
     logprobs: bool

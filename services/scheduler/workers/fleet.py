@@ -203,9 +203,9 @@ class Fleet:
         return later | {name: until for name, (_, until) in self._refusals.items()}
 
     def _refuse(self, worker: Registration, error: ContractError) -> None:
-        """Leave a worker alone that broke the contract, refuses the Run or fails its first step, for longer each time.
+        """Report why a worker is refused, and leave it alone for longer each time.
 
-        Report why.
+        It broke the contract, refused the Run, or failed its first step.
         """
         count = self._refusals.get(worker.identity, (0, 0.0))[0] + 1
         ready = {each.identity for each in self._workers.ready}
@@ -333,8 +333,7 @@ class Fleet:
         if loop.answered_steps:
             return None
         if isinstance(error, StepFailedError) and len(self.loops) > 1:
-            # Each of its steps may fail, as on a broken device. The suspects are tried at another worker meanwhile, and
-            # a request ends only if it fails there, too.
+            # Every step may fail there, as on a broken device: let another worker try the suspects.
             return ContractError(str(error))
         return refusal(error)  # a worker of version 1.0 refuses a Run only here
 

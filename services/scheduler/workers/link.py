@@ -151,8 +151,8 @@ class WorkerLink:
         """Yield results in the order of the steps, until the stream ends or a worker that drains has answered all.
 
         has_last_step: returns whether such a worker gets one further step.
-        Raises AioRpcError, ProtocolError, ContractError at an answer to another step, or StepFailedError at the first
-        step that could not be executed.
+        Raises AioRpcError, ProtocolError, ContractError for an answer to another step, and StepFailedError for the
+        first step that failed.
         """
         async for result in self._answers():
             if result.begun:

@@ -393,7 +393,7 @@ async def test_worker_that_fails_all_its_steps_ends_no_request() -> None:
             shard.quarantine.add(f"r{number}", "g", time.monotonic_ns())
 
         def has_ended() -> bool:
-            if is_left_alone():  # and stays so until the suspects have waited long enough for it
+            if is_left_alone():  # the suspects have waited long enough for it
                 shard.quarantine.check_gateways({"g"}, time.monotonic_ns() + 4_000_000_000)
             return len(shard.ended) + len(shard.given_up) == REQUESTS
 
