@@ -26,6 +26,10 @@ ONE_SHOT = {"keys", "pull"}
 PROMPT = "def main():\n"
 LOOKS = 5
 """At the processes of a container, until none is root's."""
+STREAMS = 5
+"""Tries to kill a worker in the middle of a stream."""
+PAUSE_S = 0.3
+"""Shortest pause of a stream whose worker starts again; nothing else makes one so long."""
 
 
 class BrokenPromiseError(Exception):
@@ -178,7 +182,7 @@ class Killer:
     """
 
     def __init__(self, stack: Stack, service: str, index: int = 1) -> None:
-        self.struck_at = float("inf")
+        self.has_struck = False
         self._shell = subprocess.Popen(
             [
                 *("docker", "compose", "-p", stack.project, "exec", "-T", "--index", str(index), service),
@@ -193,29 +197,41 @@ class Killer:
 
     def strike(self) -> None:
         """Kill the processes once; the shell dies with them, so no exit status is expected."""
-        if self.struck_at == float("inf"):
+        if not self.has_struck:
             self._shell.communicate("now\n", timeout=60)
-            self.struck_at = time.monotonic()
+            self.has_struck = True
 
 
 def stream_survives_its_worker(stack: Stack, model: str) -> None:
-    """Kill the worker's processes after the first tokens: Docker restarts it and the stream continues."""
+    """Kill the worker's processes after the first tokens: Docker restarts it and the stream continues.
+
+    A stream that was computed whole before its client had killed the worker shows no pause: then another is tried.
+    """
+    for _ in range(STREAMS):
+        pause = longest_pause(stack, model, Killer(stack, "worker"))
+        if pause >= PAUSE_S:
+            break
+    check(pause >= PAUSE_S, "the worker was killed before the stream's end", pause)
+    worker = next(one for one in stack.containers() if labels(one) == "worker")
+    check(worker["RestartCount"] >= 1, "Docker restarted the worker", worker["RestartCount"])
+    print(f"        longest pause of the stream: {pause:.1f} s")
+
+
+def longest_pause(stack: Stack, model: str, killer: Killer) -> float:
+    """Return the seconds between two events of a stream whose worker is killed after its first tokens."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 450, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True}
-    killer = Killer(stack, "worker")
     tokens: list[int] = []
     longest, last = 0.0, time.monotonic()
     for event in stack.stream(body):
         now = time.monotonic()
         longest, last = max(longest, now - last), now
         tokens += [token for choice in event["choices"] for token in choice.get("token_ids") or []]
-        if tokens:
+        if tokens and not killer.has_struck:
             killer.strike()
-    check(killer.struck_at < last, "the worker was killed before the stream's end")
+            last = time.monotonic()
     check(len(tokens) == 450, "a stream holds every token once after its worker died", len(tokens))
-    worker = next(one for one in stack.containers() if labels(one) == "worker")
-    check(worker["RestartCount"] >= 1, "Docker restarted the worker", worker["RestartCount"])
-    print(f"        longest pause of the stream: {longest:.1f} s")
+    return longest
 
 
 def containers_are_confined(stack: Stack) -> None:
