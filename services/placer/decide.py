@@ -37,7 +37,7 @@ class Demand:
     loading_ms: int = 0  # it is awake, and no worker serves
     idle_ms: int = 0  # it has had no request
     load_ms: int = 0  # what a load takes, as measured; 0 before
-    failed: int = 0  # loads that were given up, one after another
+    failed_loads: int = 0  # loads that were given up, one after another
     waiting_ms: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -49,13 +49,13 @@ class Demand:
         """Return how long a request of each class waits while the model in its place has work; twice as long for each
         load that failed.
         """
-        return {priority: loads * self.cost_ms << self.failed for priority, loads in PATIENCE.items()}
+        return {priority: loads * self.cost_ms << self.failed_loads for priority, loads in PATIENCE.items()}
 
     @property
     def give_up_ms(self) -> int:
         if self.load_ms:
             return max(LEAST_GIVE_UP_MS, GIVE_UP_LOADS * self.load_ms)
-        return UNKNOWN_GIVE_UP_MS * min(1 + self.failed, 3)
+        return UNKNOWN_GIVE_UP_MS * min(1 + self.failed_loads, 3)
 
     @property
     def served_ms(self) -> int:
@@ -112,7 +112,7 @@ def _turn_ms(model: Demand, caller: Demand) -> int:
     """Return in which time a model that is awake goes for a caller's requests; 0 or less means now."""
     if not model.ready_ms:
         return model.give_up_ms - model.loading_ms
-    if model.idle_ms and not caller.failed:  # one that may fail again is not worth a model that serves
+    if model.idle_ms and not caller.failed_loads:  # one that may fail again is not worth a model that serves
         return IDLE_MS - model.idle_ms
     patience_ms = caller.patience_ms
     return min(

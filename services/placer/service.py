@@ -67,8 +67,8 @@ class Placer:
         self._lease = Lease(Scripts(self._redis), PLACER_KEYS, PLACER, LEASE_MS)
         self._models = {name: Keys(name) for name in models}
         self._shard = settings.shard
-        self._most = most
-        self._placed: dict[str, Placement] = {}
+        self._max_slots = most
+        self._placements: dict[str, Placement] = {}
         self._watches = {name: _Watch() for name in self._models}
         self._written_at = 0.0  # monotonic s
         self._stop = asyncio.Event()
@@ -111,7 +111,7 @@ class Placer:
             lease = await persist("look for another placer", lambda: self._redis.get(self._lease.key), log)
             has_begun()
             if lease is not None and lease == held:
-                names = read_placements(await persist("read the placements", self._stored, log)).keys()
+                names = read_placements(await persist("read the placements", self._read_placements, log)).keys()
                 if names and names != self._models.keys():
                     others = printable(", ".join(sorted(names)))
                     raise ConfigurationError(
@@ -121,7 +121,7 @@ class Placer:
             held = lease
             await asyncio.sleep(1.5 * LEASE_MS / 1000)
 
-    async def _stored(self) -> Any:
+    async def _read_placements(self) -> Any:
         return await self._redis.hgetall(PLACER_KEYS.placements)
 
     async def _repair(self) -> None:
@@ -152,23 +152,23 @@ class Placer:
 
     async def _restore(self) -> None:
         """Go on with what the placer before wanted; at first the first models of the file are awake."""
-        stored = await self._stored()
+        stored = await self._read_placements()
         placements = read_placements(stored)
-        self._placed = {name: placements[name] for name in self._models if name in placements}
-        awake = [name for name, placement in self._placed.items() if placement.awake][: self._most]
+        self._placements = {name: placements[name] for name in self._models if name in placements}
+        awake = [name for name, placement in self._placements.items() if placement.awake][: self._max_slots]
         now_ms = await self._now_ms()
         for name in self._models:
-            before = self._placed.get(name, Placement(False, since_ms=now_ms))
-            is_awake = name in (awake or list(self._models)[: self._most])
+            before = self._placements.get(name, Placement(False, since_ms=now_ms))
+            is_awake = name in (awake or list(self._models)[: self._max_slots])
             has_changed = before.awake != is_awake
             since_ms = now_ms if has_changed else min(before.since_ms, now_ms)
-            self._placed[name] = replace(before, awake=is_awake, since_ms=since_ms)
+            self._placements[name] = replace(before, awake=is_awake, since_ms=since_ms)
             self._watches[name] = _Watch(has_changed and is_awake, now_ms - since_ms)
         await self._write(stored.keys() - {name.encode() for name in self._models})
         log.info("awake: %s", ", ".join(self._awake()))
 
     def _awake(self) -> list[str]:
-        return [name for name, placement in self._placed.items() if placement.awake]
+        return [name for name, placement in self._placements.items() if placement.awake]
 
     async def _now_ms(self) -> int:
         seconds, micros = await self._redis.time()
@@ -205,14 +205,14 @@ class Placer:
         return now_ms, demands
 
     def _demand(self, name: str, is_ready: bool, resumes: bool, ages_ms: dict[str, int]) -> Demand:
-        placement, watch = self._placed[name], self._watches[name]
+        placement, watch = self._placements[name], self._watches[name]
         watch.look(placement.awake, is_ready, resumes, bool(ages_ms))
         if watch.has_loaded:
             load_ms = max(1, min(MOST_MS, watch.ms("decided"), GROWTH * placement.load_ms or MOST_MS))
             log.info("%s serves, %.1f s after the decision", name, load_ms / 1000)
-            self._placed[name] = placement = replace(placement, load_ms=load_ms)
+            self._placements[name] = placement = replace(placement, load_ms=load_ms)
         if watch.ms("ready") and placement.failed:
-            self._placed[name] = placement = replace(placement, failed=0)
+            self._placements[name] = placement = replace(placement, failed=0)
         # The id of an entry is of the future behind a foreign one, and after Redis's clock was set back.
         ages_ms = {priority: age if age >= 0 else watch.ms("busy") for priority, age in ages_ms.items()}
         if not placement.awake:  # before, it was its turn
@@ -221,17 +221,17 @@ class Placer:
         return Demand(name, placement.awake, *times, placement.load_ms, placement.failed, ages_ms)
 
     async def _decide(self, now_ms: int, demands: list[Demand]) -> None:
-        awake = choose(demands, self._most)
+        awake = choose(demands, self._max_slots)
         changed = [each for each in demands if each.is_awake != (each.name in awake)]
         for each in changed:
             is_awake = not each.is_awake
-            failed = each.failed + int(each.is_awake and not each.ready_ms)
-            self._placed[each.name] = replace(
-                self._placed[each.name], awake=is_awake, since_ms=now_ms, failed=min(MOST_FAILED, failed)
+            failed = each.failed_loads + int(each.is_awake and not each.ready_ms)
+            self._placements[each.name] = replace(
+                self._placements[each.name], awake=is_awake, since_ms=now_ms, failed=min(MOST_FAILED, failed)
             )
             self._watches[each.name] = _Watch(is_awake)
             log.info("%s: %s", each.name, f"wakes, waited for {each.waiting_ms} ms" if is_awake else "sleeps")
-            if failed > each.failed:
+            if failed > each.failed_loads:
                 passed_s = each.loading_ms / 1000
                 log.warning("%s: no worker served in %.0f s; the load counts as failed", each.name, passed_s)
         if not changed and time.monotonic() - self._written_at < WRITE_S:
@@ -245,15 +245,15 @@ class Placer:
                 for each in demands
             ]
         for each in demands:
-            waits = tuple(min(MOST_MS, wait) for wait in wake_ms(each, demands, self._most))
-            self._placed[each.name] = replace(self._placed[each.name], wake_ms=waits)
+            waits = tuple(min(MOST_MS, wait) for wait in wake_ms(each, demands, self._max_slots))
+            self._placements[each.name] = replace(self._placements[each.name], wake_ms=waits)
         await self._write(())
 
-    async def _write(self, gone: Iterable[bytes]) -> None:
+    async def _write(self, old_fields: Iterable[bytes]) -> None:
         """Write all placements, and delete the fields that are gone. Raise LeaseLostError, Unavailable."""
         key = PLACER_KEYS.placements
-        words = [word for name, placement in self._placed.items() for word in (name, placement.encode())]
-        deleted: list[list[Value]] = [["HDEL", key, name] for name in gone]
+        words = [word for name, placement in self._placements.items() for word in (name, placement.encode())]
+        deleted: list[list[Value]] = [["HDEL", key, name] for name in old_fields]
         await self._lease.write(["HSET", key, *words], *deleted)
         self._written_at = time.monotonic()
 
@@ -270,7 +270,7 @@ class _Watch:
         self._is_begun = False  # no worker has served since, such as one of the time before that had not ended yet
         self._has_resumed = False
         self._now = time.monotonic()
-        self._since = {"decided": self._now - decided_ms / 1000}  # fact -> monotonic s
+        self._since_s = {"decided": self._now - decided_ms / 1000}  # fact -> monotonic s
         self.has_loaded = False
         """Whether the last look was the first at which it served."""
         self.resuming_ms = 0
@@ -281,7 +281,7 @@ class _Watch:
         is_ready &= is_awake  # a worker that is about to go does not count
         is_loading = is_awake and not is_ready
         facts = {"decided": True, "ready": is_ready, "loading": is_loading, "idle": not has_work, "busy": has_work}
-        self._since = {fact: self._since.get(fact, now) for fact, is_true in facts.items() if is_true}
+        self._since_s = {fact: self._since_s.get(fact, now) for fact, is_true in facts.items() if is_true}
         self._is_begun |= not is_ready
         if not is_ready:
             self.resuming_ms, self._has_resumed = 0, False
@@ -294,7 +294,7 @@ class _Watch:
 
     def ms(self, fact: Literal["decided", "ready", "loading", "idle", "busy"]) -> int:
         """Return for how long it was true at the last look, at least 1; 0 if it was not."""
-        since = self._since.get(fact)
+        since = self._since_s.get(fact)
         return 0 if since is None else max(1, int(1000 * (self._now - since)))
 
 

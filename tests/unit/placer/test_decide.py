@@ -94,16 +94,16 @@ def test_model_whose_load_failed_waits_twice_as_long_each_time(priority: str) ->
     for failed in (1, 2, 6):
         due_ms = (PATIENCE[priority] << failed) * LOAD_MS
         for other in (replace(each, ready_ms=10**8) for each in (BUSY, IDLE)):
-            early, due = (replace(waits(priority, age_ms), failed=failed) for age_ms in (due_ms - 1, due_ms))
+            early, due = (replace(waits(priority, age_ms), failed_loads=failed) for age_ms in (due_ms - 1, due_ms))
             assert choose([other, early], 1) == {other.name}
             assert choose([other, due], 1) == {"caller"}
             asking = replace(early, waiting_ms={})
             wait_ms = wake_ms(asking, [replace(other, ready_ms=1), asking], 1)[CLASSES.index(priority)]
             assert wait_ms == due_ms + LOAD_MS
         assert choose([IDLE, early], 2) == {"idle", "caller"}, "there is room for both"
-    slow = Demand("slow", True, loading_ms=2 * UNKNOWN_GIVE_UP_MS - 1, failed=1)
+    slow = Demand("slow", True, loading_ms=2 * UNKNOWN_GIVE_UP_MS - 1, failed_loads=1)
     assert choose([slow, CALLER], 1) == {"slow"}, "its next load has more time"
-    assert choose([replace(slow, failed=0), CALLER], 1) == {"caller"}
+    assert choose([replace(slow, failed_loads=0), CALLER], 1) == {"caller"}
 
 
 def test_most_urgent_comes_first_and_the_longest_idle_goes() -> None:
@@ -184,7 +184,7 @@ def test_model_that_never_loads_takes_little_time_from_another(is_busy: bool) ->
         )  # fmt: skip
         age_ms = passed_ms if awake == "works" else 1
         broken = Demand(
-            "broken", awake == "broken", loading_ms=passed_ms if awake == "broken" else 0, failed=failed,
+            "broken", awake == "broken", loading_ms=passed_ms if awake == "broken" else 0, failed_loads=failed,
             waiting_ms={"normal": age_ms},
         )  # fmt: skip
         (chosen,) = choose([works, broken], 1)
