@@ -71,7 +71,7 @@ class DeadLetters:
         """member: the service, as it stands in the rows. count: called with the kind of key of each broken record."""
         self._member = member
         self._count = count
-        self._known: OrderedDict[int, None] = OrderedDict()
+        self._known_places: OrderedDict[int, None] = OrderedDict()
         self._rows: list[dict[str, Value]] = []
 
     def read(self, key: str, raw: R, decode: Callable[[R], T]) -> T | None:
@@ -100,12 +100,12 @@ class DeadLetters:
         """Set aside a record of `key`, unless it is known."""
         content = raw if isinstance(raw, bytes) else repr(raw).encode("utf-8", "replace")
         known = hash((key, content))
-        if known in self._known:
-            self._known.move_to_end(known)
+        if known in self._known_places:
+            self._known_places.move_to_end(known)
             return
-        self._known[known] = None
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+        self._known_places[known] = None
+        if len(self._known_places) > REMEMBERED:
+            self._known_places.popitem(last=False)
         self._count(kind_of(key))
         text = printable(reason)
         log.error("record of %s set aside: %s", printable(key), text)

@@ -34,9 +34,9 @@ def request_id(endpoint: str) -> str:
     return ENDPOINTS[endpoint].id_prefix + secrets.token_hex(15)
 
 
-def kind_of(made: str) -> str:
+def kind_of(request_id: str) -> str:
     """Return the endpoint of a request id."""
-    return next(name for name, endpoint in ENDPOINTS.items() if made.startswith(endpoint.id_prefix))
+    return next(name for name, endpoint in ENDPOINTS.items() if request_id.startswith(endpoint.id_prefix))
 
 
 def named_request_id(endpoint: str, tenant: str, secret: bytes, name: str, model: str = "") -> str:

@@ -132,7 +132,7 @@ class Keys:
         """Set: ids of the background requests of a gateway."""
         return f"{self.background}:{gateway}"
 
-    def adopting(self, request_id: str) -> str:
+    def adopter(self, request_id: str) -> str:
         """The gateway that is taking over a background request."""
         return f"{self.prefix}adopting:{request_id}"
 

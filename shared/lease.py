@@ -46,11 +46,11 @@ class Lease:
         """Return what the lease holds in Redis while it is this one's, the first word of fenced scripts."""
         return f"{self.epoch}:{digest_of(self.token)}" if self.token else str(self.epoch)
 
-    async def acquire(self, stopping: Callable[[], bool]) -> int:
-        """Wait for the shard and return the new epoch. Raises CancelledError when `stopping` turns true."""
+    async def acquire(self, is_stopping: Callable[[], bool]) -> int:
+        """Wait for the shard and return the new epoch. Raises CancelledError when `is_stopping` turns true."""
         waited = False
-        while not stopping():
-            if await persist(f"take the lease of {self._shard}", self.take, log, stopping):
+        while not is_stopping():
+            if await persist(f"take the lease of {self._shard}", self.take, log, is_stopping):
                 log.info("lease of %s taken, epoch %d", self._shard, self.epoch)
                 return self.epoch
             if not waited:
@@ -66,8 +66,8 @@ class Lease:
         self.token = token
         return self.epoch > 0
 
-    async def _run(self, verb: str, held: Value, token: str = "") -> Any:
-        return await self._script(self._keys, [verb, self._lease_ms, held, LIVE_TTL_MS, token])
+    async def _run(self, verb: str, value: Value, token: str = "") -> Any:
+        return await self._script(self._keys, [verb, self._lease_ms, value, LIVE_TTL_MS, token])
 
     async def keep(self) -> None:
         """Renew four times per lease until another process has it.
@@ -84,7 +84,7 @@ class Lease:
             except Unavailable as error:
                 log.warning("lease of %s not renewed: %s; retrying", self._shard, error)
 
-    async def fenced(self, script: Script, keys: Sequence[str], args: Sequence[Value]) -> Any:
+    async def run_fenced(self, script: Script, keys: Sequence[str], args: Sequence[Value]) -> Any:
         """Run a script that compares the epoch with the lease, the first of its keys.
 
         When Redis was away for longer than the lease, the write may come before the renewal; then the lease is renewed
@@ -104,7 +104,7 @@ class Lease:
         """
         keys = list(dict.fromkeys(str(command[1]) for command in commands))
         words = [word for command in commands for word in (len(command), *command)]
-        await self.fenced(self._writes, keys, [self.text, *words])
+        await self.run_fenced(self._writes, keys, [self.text, *words])
 
     async def release(self) -> None:
         """Let a standby take the shard at once. Writes under way are refused from now on: they must not renew the

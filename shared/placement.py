@@ -54,10 +54,10 @@ class Placement:
         return cls(awake, fields["load_ms"], fields["since_ms"], tuple(waits), fields["failed"])
 
 
-def read_placements(stored: Mapping[bytes, bytes]) -> dict[str, Placement]:
+def read_placements(raw_records: Mapping[bytes, bytes]) -> dict[str, Placement]:
     """Return the records of the hash by model, without those that cannot be read."""
     placements = {}
-    for name, raw in stored.items():
+    for name, raw in raw_records.items():
         try:
             placements[name.decode()] = Placement.decode(raw)
         except (ValueError, TypeError):

@@ -126,12 +126,15 @@ def place_of(entry_id: bytes) -> tuple[int, int]:
 
 
 async def persist(
-    what: str, action: Callable[[], Awaitable[T]], log: logging.Logger, stopping: Callable[[], bool] = lambda: False
+    purpose: str,
+    action: Callable[[], Awaitable[T]],
+    log: logging.Logger,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> T:
     """Repeat an idempotent action until Redis answers; log the first failure and the recovery.
 
-    what: completes the log line "waiting for Redis to ...". Raises asyncio.CancelledError if `stopping` becomes true
-    between two attempts.
+    purpose: completes the log line "waiting for Redis to ...". Raises asyncio.CancelledError if `is_stopping`
+    becomes true between two attempts.
     """
     attempt = 0
     while True:
@@ -141,14 +144,14 @@ async def persist(
             if not temporary(error):
                 raise
             if attempt == 0:
-                log.warning("waiting for Redis to %s: %s", what, error)
-            if stopping():
+                log.warning("waiting for Redis to %s: %s", purpose, error)
+            if is_stopping():
                 raise asyncio.CancelledError from error
             await asyncio.sleep(backoff_s(attempt))
             attempt += 1
             continue
         if attempt:
-            log.info("Redis is back: %s", what)
+            log.info("Redis is back: %s", purpose)
         return result
 
 
@@ -326,14 +329,14 @@ class Scripts:
     """All scripts over one client. `shared/lua/NAME.lua` documents the arguments and the answer of each."""
 
     def __init__(
-        self, client: Redis, observe: Callable[[str, float], None] = _ignore, publishing: Line | None = None
+        self, client: Redis, observe: Callable[[str, float], None] = _ignore, publish_line: Line | None = None
     ) -> None:
-        """observe: called with the name and the seconds of each answered call. publishing: for `publish`, which runs
+        """observe: called with the name and the seconds of each answered call. publish_line: for `publish`, which runs
         once an iteration and never twice at a time.
         """
         self.enqueue = Script(client, "enqueue", observe)
         self.claim = Script(client, "claim", observe)
-        self.publish = Script(client, "publish", observe, publishing)
+        self.publish = Script(client, "publish", observe, publish_line)
         self.release = Script(client, "release", observe)
         self.control = Script(client, "control", observe)
         self.lease = Script(client, "lease", observe)

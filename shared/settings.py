@@ -303,14 +303,14 @@ class GatewaySettings(AdapterSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _first_model(cls, given: Any) -> Any:
+    def _first_model(cls, value: Any) -> Any:
         """Take the first model of the file for `model`, or the one that `served_model_name` names, unless `model` is
         given.
         """
-        path = given.get("models") if isinstance(given, dict) else None
-        if path and not given.get("model"):
+        path = value.get("models") if isinstance(value, dict) else None
+        if path and not value.get("model"):
             entries = read_models(Path(path)).models
-            name = given.get("served_model_name") or entries[0].name
+            name = value.get("served_model_name") or entries[0].name
             first = next((one for one in entries if one.name == name), None)
             if first is None:
                 names = ", ".join(one.name for one in entries)
@@ -318,8 +318,8 @@ class GatewaySettings(AdapterSettings):
                     f"--served-model-name={str(name)[:100]}: no model of {path}; "
                     f"name one of {names}, or give --model too"
                 )
-            return {**given, "model": first.source, "served_model_name": first.name}
-        return given
+            return {**value, "model": first.source, "served_model_name": first.name}
+        return value
 
     @field_validator("files_dir", "models", mode="before")
     @classmethod

@@ -25,7 +25,7 @@ from bench.result import RESULTS, ROOT, provenance, write
 from protos import queue_pb2
 from services.gateway.admission import Bounds
 from services.gateway.auth import Caller
-from services.gateway.delivery.dispatcher import enqueueing, entry_of
+from services.gateway.delivery.dispatcher import enqueue_arguments, entry_of
 from services.gateway.request import GenerationSpec
 from services.launcher.redis_server import version_text
 from services.scheduler.core.types import Finish, Outcome
@@ -114,7 +114,7 @@ async def _calls(keys: Keys, names: list[str]) -> list[tuple[list[str], list[Val
         )
         delivery = spec.to_delivery(lambda prompt, _: list(prompt[-8:]))
         entry = entry_of(keys, GATEWAY, spec, caller, delivery, Bounds.of(settings, spec, caller, None), 0.0)
-        calls.append(enqueueing(keys, GATEWAY, [entry], 0.0))
+        calls.append(enqueue_arguments(keys, GATEWAY, [entry], 0.0))
     return calls
 
 

@@ -147,7 +147,7 @@ def generate(engine: Engine | Replica, prompts: Sequence[list[int]]) -> list[lis
         for slot, token, record in zip(slots.tolist(), unpack(result.tokens).tolist(), records.tolist(), strict=True):
             about = unpack_records(record, BEST + 1)[0]
             (_, first), (_, second) = about.best
-            found[slot].append(Drawn(token, about.sampled, first - second))
+            found[slot].append(Drawn(token, about.sampled_logprob, first - second))
     return found
 
 

@@ -180,7 +180,7 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.
         try:
             async with asyncio.timeout(10), session.get(f"{url}/v1/models") as reply:
                 if reply.status in (401, 403):
-                    reason = api_keys.refused(_reason(await reply.read()), bool(options.api_key))
+                    reason = api_keys.describe_refusal(_reason(await reply.read()), bool(options.api_key))
                     raise WrongUse(f"{url} answers {reply.status}: {reason}")
                 if reply.status != 200:
                     raise WrongUse(f"{url}/v1/models answered {reply.status}: is this an OpenAI-compatible server?")

@@ -158,7 +158,7 @@ def _answered(process: GrammarProcess, plan: StepPlan, rows: list[tuple[int, Ans
         right = int(np.logical_and.accumulate(text[:drafted] == guesses[: text.size]).sum()) if drafted else 0
         right = min(right, text.size - 1)
         process.masks(key, answer.grammar, answer.tokens[: answer.drawn], guesses)
-        there = process.forced[right] if right < len(process.forced) else []
+        there = process.forced_tokens[right] if right < len(process.forced_tokens) else []
         if there[1:] and there[0] == text[right]:
             count.forced.append((slot, there[1:]))
         answer.drawn += right + 1

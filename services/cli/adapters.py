@@ -78,7 +78,7 @@ def _send(values: Values, verb: str, body: dict[str, Any], base: str, json: bool
 def _server(values: Values) -> Iterator[Server]:
     """Yield the server. Raise ConfigurationError for what it refuses inside."""
     from services.cli.chat import ChatError, Server, find_server, visible  # httpx: not for other commands
-    from shared.security.api_keys import refused
+    from shared.security.api_keys import describe_refusal
 
     settings = build(ChatSettings, values)
     key = settings.api_key.get_secret_value() if settings.api_key else ""
@@ -86,4 +86,4 @@ def _server(values: Values) -> Iterator[Server]:
         yield Server(find_server(settings), key, settings.timeout_s)
     except ChatError as error:
         text = visible(str(error))
-        raise ConfigurationError(refused(text, bool(key)) if error.status == 401 else text) from None
+        raise ConfigurationError(describe_refusal(text, bool(key)) if error.status == 401 else text) from None

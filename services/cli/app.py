@@ -26,7 +26,7 @@ from services.cli.options import Command, Group, build, check_policy, settings_c
 from shared.command_line.options import Values, effective, env_name
 from shared.errors import ConfigurationError
 from shared.models.hub import require_local
-from shared.processes.heap import importing
+from shared.processes.heap import freeze_imports
 from shared.settings import (
     BatchSettings,
     ChatSettings,
@@ -124,7 +124,7 @@ def gateway(values: Values) -> None:
     place = processes.Place.from_environment()
     if settings.processes > 1 and place is None:
         raise typer.Exit(processes.run(settings))
-    with importing():
+    with freeze_imports():
         from services.gateway.main import run
 
     raise typer.Exit(run(settings, place))
@@ -134,7 +134,7 @@ def gateway(values: Values) -> None:
 def scheduler(values: Values) -> None:
     """Run the scheduler."""
     settings = build(SchedulerSettings, values)
-    with importing():
+    with freeze_imports():
         from services.scheduler.main import run
 
     raise typer.Exit(run(settings))
@@ -145,7 +145,7 @@ def worker(values: Values) -> None:
     """Run a worker."""
     settings = build(WorkerSettings, values)
     _use(settings)
-    with importing():
+    with freeze_imports():
         from services.worker.main import run
 
     raise typer.Exit(run(settings))

@@ -160,7 +160,7 @@ class _Batch:
                 trouble = f"{type(error).__name__} {error}".strip()
             else:
                 if answer.status_code == 401:  # of every line
-                    raise Stopped(api_keys.refused(_message(answer), bool(self._settings.api_key)))
+                    raise Stopped(api_keys.describe_refusal(_message(answer), bool(self._settings.api_key)))
                 faults += answer.status_code >= 500 and answer.status_code not in RETRIED
                 if answer.status_code not in RETRIED and (answer.status_code < 500 or faults == FAULT_TRIES):
                     return self._output(line, answer)

@@ -395,7 +395,7 @@ def run(settings: ChatSettings, model: str, system: str, sampling: dict[str, Any
 
 def _reason(error: ChatError, server: Server) -> str:
     """Return the text of an error for the terminal, with the options that give a key where the server wants one."""
-    return api_keys.refused(str(error), server.has_key) if error.status == 401 else visible(str(error))
+    return api_keys.describe_refusal(str(error), server.has_key) if error.status == 401 else visible(str(error))
 
 
 def _first_model(server: Server, terminal: Terminal) -> str:

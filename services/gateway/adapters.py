@@ -85,9 +85,9 @@ class AdapterRecord:
         return orjson.dumps({name: value for name, value in asdict(self).items() if name != "unloaded_s" or value})
 
     @classmethod
-    def decode(cls, stored: bytes) -> AdapterRecord:
-        """Return the record in `stored`. Raise ValueError or TypeError if it is not a record."""
-        record = cls(**orjson.loads(stored))
+    def decode(cls, raw: bytes) -> AdapterRecord:
+        """Return the record in `raw`. Raise ValueError or TypeError if it is not a record."""
+        record = cls(**orjson.loads(raw))
         kinds = {"str": str, "int": int}
         if not all(type(getattr(record, field.name)) is kinds[str(field.type)] for field in fields(cls)):
             raise TypeError("adapter record: a field has the wrong type")
@@ -105,11 +105,11 @@ class AdapterNames:
         """Of names that were taken away lately."""
         self._folder, self._model, self._max_rank = settings.adapter_dir, settings.model, settings.max_lora_rank
         self._key = settings.keys.adapters
-        self._expired: list[str] = []  # names of Redis that are remembered no longer
+        self._expired_names: list[str] = []  # names of Redis that are remembered no longer
         self._redis: Redis = connect(settings, connections=2)
         self._letters = letters or DeadLetters()
         self._published = Published("adapters", self._redis, AdapterRecord.decode, self._letters)
-        self.looked = self._published.looked
+        self.has_looked = self._published.has_looked
 
     def digest(self, name: str) -> bytes | None:
         """Return the digest of the adapter that a name stands for now; None for no adapter."""
@@ -129,7 +129,7 @@ class AdapterNames:
         replaces: whether the name may stand for another adapter now; requests that have that one keep it.
         """
         folder = self._demand_folder()
-        await _answered(self._look())
+        await _wait_answer(self._look())
         self._demand_room(name)  # before files are copied
         try:
             record = await asyncio.to_thread(_store, folder, path, self._max_rank, self._model)
@@ -147,7 +147,7 @@ class AdapterNames:
                 )
             return record
 
-        await _answered(self._change(name, loaded))
+        await _wait_answer(self._change(name, loaded))
         log.info("adapter %s is %s, rank %d, from %s", name, record.digest, record.rank, record.path)
 
     async def unload(self, name: str) -> None:
@@ -160,7 +160,7 @@ class AdapterNames:
                 raise ApiError(404, text, param="lora_name", code="adapter_not_found")
             return replace(self.records[name], unloaded_s=int(time.time()))
 
-        await _answered(self._change(name, unloaded))
+        await _wait_answer(self._change(name, unloaded))
         log.info("adapter %s is unloaded", name)
 
     async def _change(self, name: str, decide: Callable[[], AdapterRecord]) -> None:
@@ -177,7 +177,7 @@ class AdapterNames:
                 record = decide()
                 latest = sorted(self.former, key=lambda each: self.former[each].unloaded_s, reverse=True)
                 pipe.multi()
-                if gone := [*self._expired, *latest[MOST_NAMES - 1 :]]:
+                if gone := [*self._expired_names, *latest[MOST_NAMES - 1 :]]:
                     pipe.hdel(self._key, *gone)
                 pipe.hset(self._key, name, record.encode())
                 with contextlib.suppress(WatchError):
@@ -207,14 +207,14 @@ class AdapterNames:
             read = {}
         self._take({name: record for name, record in read.items() if record is not None})
 
-    def _take(self, found: dict[str, AdapterRecord]) -> None:
+    def _take(self, records: dict[str, AdapterRecord]) -> None:
         kept_s = int(time.time()) - FORMER_S
-        self.records = {name: record for name, record in found.items() if not record.unloaded_s}
-        self.former = {name: record for name, record in found.items() if record.unloaded_s > kept_s}
-        self._expired = [name for name in found if name not in self.records and name not in self.former]
+        self.records = {name: record for name, record in records.items() if not record.unloaded_s}
+        self.former = {name: record for name, record in records.items() if record.unloaded_s > kept_s}
+        self._expired_names = [name for name in records if name not in self.records and name not in self.former]
 
 
-async def _answered(command: Awaitable[Any]) -> None:
+async def _wait_answer(command: Awaitable[Any]) -> None:
     """Wait for Redis. Raise ApiError(503)."""
     try:
         await command
@@ -250,44 +250,44 @@ def _is_stored(folder: Path) -> bool:
         return False
 
 
-def _move(made: Path, stored: Path) -> None:
+def _move(source: Path, target: Path) -> None:
     """Move a folder to its place in the store, in place of a damaged one. Raise ModelError where the store is full, and
     OSError.
     """
-    if os.path.lexists(stored):
+    if os.path.lexists(target):
         with (
-            tempfile.TemporaryDirectory(prefix="old-", dir=made.parent, ignore_cleanup_errors=True) as aside,
+            tempfile.TemporaryDirectory(prefix="old-", dir=source.parent, ignore_cleanup_errors=True) as aside,
             contextlib.suppress(FileNotFoundError),  # another gateway was faster
         ):
-            stored.rename(Path(aside) / stored.name)
-    elif sum(1 for _ in made.parent.iterdir()) > MOST_STORED:  # with the one that was made
-        raise ModelError(f"{made.parent} has {MOST_STORED} folders, the maximum; remove those that no request needs")
+            target.rename(Path(aside) / target.name)
+    elif sum(1 for _ in source.parent.iterdir()) > MOST_STORED:  # with the one that was made
+        raise ModelError(f"{source.parent} has {MOST_STORED} folders, the maximum; remove those that no request needs")
     try:
-        made.replace(stored)
+        source.replace(target)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another gateway was faster
             raise
 
 
-def _below(root: Path, path: Path, given: str) -> Path:
+def _below(root: Path, path: Path, name: str) -> Path:
     """Return the real path of what a client names. Raise ModelError where it is not below the folder."""
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ModelError(f"{given[:200]!r} is not there; give a path below --adapter-dir") from error
+        raise ModelError(f"{name[:200]!r} is not there; give a path below --adapter-dir") from error
     if root not in real.parents or real.is_relative_to(root / STORE):
-        raise ModelError(f"{given[:200]!r} is not below --adapter-dir; copy the adapter there")
+        raise ModelError(f"{name[:200]!r} is not below --adapter-dir; copy the adapter there")
     return real
 
 
-def _copy(root: Path, source: Path, target: Path, most: int) -> None:
+def _copy(root: Path, source: Path, target: Path, max_bytes: int) -> None:
     """Copy a file by its real path, below `root`. Raise OSError, and ModelError where a part of it is a link now."""
     with _open_below(root, source) as file, target.open("xb") as out:
-        left = most
+        left = max_bytes
         while piece := file.read(PIECE_BYTES):
             left -= len(piece)
             if left < 0:
-                raise ModelError(f"{source.name} has more than {most} bytes; use a smaller adapter")
+                raise ModelError(f"{source.name} has more than {max_bytes} bytes; use a smaller adapter")
             out.write(piece)
         out.flush()
         os.fsync(out.fileno())

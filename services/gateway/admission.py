@@ -46,7 +46,7 @@ from services.gateway.request import (
     TenantThreads,
     Waiting,
     backlog_full,
-    expired,
+    deadline_error,
 )
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing
@@ -142,7 +142,7 @@ class Bounds:
         most_bytes = settings.max_queued_bytes or REDIS_SHARE * redis_bytes
         class_bytes = math.ceil(class_share * most_bytes)
         share = settings.tenant_queue_share if caller.has_others else 1.0
-        late = overloaded(forecast, spec, settings.max_wait_s) if forecast and not has_place else None
+        late = overload_error(forecast, spec, settings.max_wait_s) if forecast and not has_place else None
         return cls(
             spec.priority,
             spec.prompt_tokens,
@@ -184,7 +184,7 @@ class Bounds:
             case b"backlog":
                 return backlog_full(self.priority, Full(*answer[1:]), "Redis")
             case b"expired":
-                return expired(self.deadline_ms)
+                return deadline_error(self.deadline_ms)
             case b"memory":
                 return memory_low(answer[1] / answer[2])
             case b"rate":
@@ -192,58 +192,58 @@ class Bounds:
                 return ApiError(429, text, code="rate_limit_exceeded", retry_after_s=answer[1] / 1000)
         return None
 
-    def _full(self, waiting: int, wait_s: Callable[[float], float]) -> ApiError:
+    def _full(self, waiting_tokens: int, wait_s: Callable[[float], float]) -> ApiError:
         return ApiError(
             429,
-            f"queue full for class {self.priority}: {waiting} of at most {self.class_tokens} prompt tokens are "
+            f"queue full for class {self.priority}: {waiting_tokens} of at most {self.class_tokens} prompt tokens are "
             f"waiting; {RETRY}",
             code="queue_full",
-            retry_after_s=wait_s(self._excess(waiting, self.class_tokens)),
+            retry_after_s=wait_s(self._excess(waiting_tokens, self.class_tokens)),
         )
 
-    def _tenant_full(self, held: int, tenants: int, wait_s: Callable[[float], float]) -> ApiError:
+    def _tenant_full(self, held_tokens: int, tenants: int, wait_s: Callable[[float], float]) -> ApiError:
         """Return the 429 for a tenant with too many waiting tokens. Waiting tenants share the workers, so its tokens
         drain slower.
         """
         return ApiError(
             429,
-            f"queue full for this tenant in class {self.priority}: {held} of at most {self.tenant_tokens} prompt "
-            f"tokens are waiting; {RETRY}, or send less at a time",
+            f"queue full for this tenant in class {self.priority}: {held_tokens} of at most {self.tenant_tokens} "
+            f"prompt tokens are waiting; {RETRY}, or send less at a time",
             code="tenant_queue_full",
-            retry_after_s=wait_s(tenants * self._excess(held, self.tenant_tokens)),
+            retry_after_s=wait_s(tenants * self._excess(held_tokens, self.tenant_tokens)),
         )
 
     def _bytes_full(
         self,
         code: str,
         where: str,
-        held: int,
+        held_bytes: int,
         size: int,
-        most: int,
+        max_bytes: int,
         expires_ms: int,
-        waiting: int,
+        waiting_tokens: int,
         wait_s: Callable[[float], float],
     ) -> ApiError:
         """Return the 429 for too many bytes in Redis. Bytes of requests leave as these do, so the wait is that of an
         equal share of the waiting tokens. Bytes that are kept behind the ends leave at a known time, which is no place.
         """
-        share = min(1.0, (held + size - most) / held)
+        share = min(1.0, (held_bytes + size - max_bytes) / held_bytes)
         text = (
             f"{where}: requests that have not ended, and log-probabilities, vectors and long texts of the last five "
-            f"minutes, hold {held} of at most {most} bytes in Redis; {RETRY}, or send smaller requests"
+            f"minutes, hold {held_bytes} of at most {max_bytes} bytes in Redis; {RETRY}, or send smaller requests"
         )
         if expires_ms:
             return ApiError(429, text, code=code, headers={"Retry-After": str(math.ceil(expires_ms / 1000))})
-        return ApiError(429, text, code=code, retry_after_s=wait_s(share * waiting))
+        return ApiError(429, text, code=code, retry_after_s=wait_s(share * waiting_tokens))
 
-    def _excess(self, waiting: int, most: int) -> int:
+    def _excess(self, waiting_tokens: int, max_tokens: int) -> int:
         """Return the waiting tokens that have to run before this request is accepted. A request with none before it
         always is.
         """
-        return min(waiting, waiting + self.prompt_tokens - most)
+        return min(waiting_tokens, waiting_tokens + self.prompt_tokens - max_tokens)
 
 
-def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> ApiError | None:
+def overload_error(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> ApiError | None:
     """Return the 429 for a request of a class that waits longer than allowed. Return None when the wait is allowed,
     when the request sets its own limit, and for a background request. A model wakes for what waits, so the time until
     then does not count.
@@ -307,28 +307,28 @@ class Recent:
     """
 
     def __init__(self) -> None:
-        self._admitted: deque[tuple[float, int, int, int]] = deque()  # when, class, tokens, sequences
+        self._admissions: deque[tuple[float, int, int, int]] = deque()  # when, class, tokens, sequences
         self._tokens = [0] * len(CLASSES)
         self._sequences = [0] * len(CLASSES)
 
-    def admitted(self, spec: GenerationSpec, now: float) -> None:
+    def add(self, spec: GenerationSpec, now: float) -> None:
         number = CLASSES.index(spec.priority)
-        self._admitted.append((now, number, spec.prompt_tokens, spec.choices))
+        self._admissions.append((now, number, spec.prompt_tokens, spec.choices))
         self._tokens[number] += spec.prompt_tokens
         self._sequences[number] += spec.choices
-        if len(self._admitted) > RECENT:
+        if len(self._admissions) > RECENT:
             self._forget()
 
     def added_to(self, forecast: Forecast, priority: str, snapshot: Snapshot) -> Forecast:
         """Return the forecast of a class behind what was admitted of it and better ones since the schedulers wrote."""
-        since = min(snapshot.renewed.values(), default=snapshot.at) - UNSEEN_S
-        while self._admitted and self._admitted[0][0] < since:
+        since = min(snapshot.renewal_times.values(), default=snapshot.at) - UNSEEN_S
+        while self._admissions and self._admissions[0][0] < since:
             self._forget()
         upto = CLASSES.index(priority) + 1
         return forecast.behind_more(sum(self._tokens[:upto]), sum(self._sequences[:upto]))
 
     def _forget(self) -> None:
-        _, number, tokens, sequences = self._admitted.popleft()
+        _, number, tokens, sequences = self._admissions.popleft()
         self._tokens[number] -= tokens
         self._sequences[number] -= sequences
 
@@ -340,7 +340,7 @@ class PromisedWork:
     seconds: float = 0.0
     at: float = 0.0
 
-    def after(self, now: float) -> float:
+    def remaining_s(self, now: float) -> float:
         return max(0.0, self.seconds - (now - self.at))
 
 
@@ -355,22 +355,22 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self._promised = PromisedWork()
+        self._promised_work = PromisedWork()
         self._due: dict[int, float] = {}  # oldest promise first
-        self._claimed: set[int] = set()
-        self._admitted = [0.0] * len(CLASSES)  # seconds of work, which count less the older they are
+        self._claims: set[int] = set()
+        self._admitted_s = [0.0] * len(CLASSES)  # seconds of work, which count less the older they are
         self._admitted_at = 0.0
 
-    def admitted(self, priority: str, work_s: float, now: float) -> None:
+    def count_admitted(self, priority: str, work_s: float, now: float) -> None:
         """Count the work of an admitted request."""
         faded = math.exp((self._admitted_at - now) / ADMITTED_S)
-        self._admitted = [faded * seconds for seconds in self._admitted]
+        self._admitted_s = [faded * seconds for seconds in self._admitted_s]
         self._admitted_at = now
-        self._admitted[CLASSES.index(priority)] += work_s
+        self._admitted_s[CLASSES.index(priority)] += work_s
 
     def spare(self, priority: str, now: float) -> float:
         """Return the share of the workers' rate that admitted requests of this class and better ones have left."""
-        seconds = sum(self._admitted[: CLASSES.index(priority) + 1])
+        seconds = sum(self._admitted_s[: CLASSES.index(priority) + 1])
         left = 1 - seconds * math.exp((self._admitted_at - now) / ADMITTED_S) / ADMITTED_S
         return 1.0 if left >= IDLE_SPARE else max(LEAST_SPARE, left)
 
@@ -382,10 +382,10 @@ class Places:
         due = self._due.get(content)
         if due is not None and now <= due + LATE_S:  # its work is counted; of copies, one may be on its way in
             return max(1, math.ceil(due - now if now < due else min(wait_s, HORIZON_S)))
-        wait_s = (wait_s + self._promised.after(now)) / self.spare(priority, now)
+        wait_s = (wait_s + self._promised_work.remaining_s(now)) / self.spare(priority, now)
         if wait_s >= HORIZON_S or len(self._due) >= MOST_PLACES:
             return math.ceil(random.uniform(HORIZON_S, 2 * HORIZON_S))  # noqa: S311 - spread, no secret
-        self._promised = PromisedWork(self._promised.after(now) + work_s, now)
+        self._promised_work = PromisedWork(self._promised_work.remaining_s(now) + work_s, now)
         self._due.pop(content, None)
         self._due[content] = now + wait_s
         return max(1, math.ceil(wait_s))
@@ -398,14 +398,14 @@ class Places:
         while self._due and now - (first := next(iter(self._due.items())))[1] > LATE_S:
             del self._due[first[0]]
         due = self._due.get(content)
-        if due is None or not due - EARLY_S <= now <= due + LATE_S or content in self._claimed:
+        if due is None or not due - EARLY_S <= now <= due + LATE_S or content in self._claims:
             yield False
             return
-        self._claimed.add(content)
+        self._claims.add(content)
         try:
             yield True
         finally:
-            self._claimed.discard(content)
+            self._claims.discard(content)
 
     def spend(self, content: int) -> None:
         """Give a claimed place up."""
@@ -415,7 +415,7 @@ class Places:
 class Refusal(NamedTuple):
     """What is kept of a refusal. The error itself would keep its traceback, and so the request."""
 
-    until: float  # of time.monotonic()
+    until_s: float  # of time.monotonic()
     prompt_tokens: int
     message: str
     code: str | None
@@ -428,28 +428,30 @@ class Refusals:
     """
 
     def __init__(self) -> None:
-        self._last: dict[tuple[str, str], Refusal] = {}  # oldest first
+        self._last_refusals: dict[tuple[str, str], Refusal] = {}  # oldest first
 
     def __len__(self) -> int:
-        return len(self._last)
+        return len(self._last_refusals)
 
     def note(self, spec: GenerationSpec, tenant: str, answer: Sequence[Any], refusal: ApiError, now: float) -> None:
         """Keep a refusal for more requests, unless another request may have room. answer: of `Dispatcher.enqueue`."""
         is_of_requests = answer[0] == b"backlog" and answer[2] == "requests"
         if refusal.retry_after_s is None or not (answer[0] in (b"full", b"tenant", b"late") or is_of_requests):
             return
-        while self._last and (next(iter(self._last.values())).until <= now or len(self._last) >= MOST_AGAIN):
-            del self._last[next(iter(self._last))]
+        while self._last_refusals and (
+            next(iter(self._last_refusals.values())).until_s <= now or len(self._last_refusals) >= MOST_AGAIN
+        ):
+            del self._last_refusals[next(iter(self._last_refusals))]
         until = now + min(AGAIN_S, refusal.retry_after_s)
-        self._last.pop((tenant, spec.priority), None)
-        self._last[tenant, spec.priority] = Refusal(
+        self._last_refusals.pop((tenant, spec.priority), None)
+        self._last_refusals[tenant, spec.priority] = Refusal(
             until, spec.prompt_tokens, refusal.message, refusal.code, refusal.retry_after_s
         )
 
-    def again(self, arrival: Arrival, now: float) -> ApiError | None:
+    def find_repeat(self, arrival: Arrival, now: float) -> ApiError | None:
         """Return the refusal of a request that seems no smaller than one that was refused just now; else None."""
-        last = self._last.get((arrival.tenant, arrival.priority))
-        if last is None or now >= last.until or arrival.is_echo:
+        last = self._last_refusals.get((arrival.tenant, arrival.priority))
+        if last is None or now >= last.until_s or arrival.is_echo:
             return None
         if arrival.size_bytes < BODY_BYTES_PER_TOKEN * last.prompt_tokens:
             return None
@@ -467,19 +469,19 @@ class Turns:
 
     def __init__(self, tenant_share: float, max_wait_s: float) -> None:
         """tenant_share, max_wait_s: as of Line."""
-        self._waiting: Line[Waiting] = Line(Waiting, "their turn", TURNS, tenant_share, max_wait_s)
-        self._begun = 0  # in this round
+        self._line: Line[Waiting] = Line(Waiting, "their turn", TURNS, tenant_share, max_wait_s)
+        self._round_begins = 0  # in this round
         self._is_counting = False
         self._round_at = 0.0
 
     def __len__(self) -> int:
         """Return how many wait."""
-        return len(self._waiting)
+        return len(self._line)
 
     @property
     def are_taken(self) -> bool:
         """Whether a request that comes now has to wait."""
-        return self._begun >= TURNS or bool(self._waiting)
+        return self._round_begins >= TURNS or bool(self._line)
 
     async def wait(self, arrival: Arrival) -> bool:
         """Return when the request may begin: whether it had to wait. Raise ApiError(429), as `Line.wait`."""
@@ -488,21 +490,21 @@ class Turns:
             self._round_at = time.monotonic()
             asyncio.get_running_loop().call_soon(self._next_round)
         if not self.are_taken:
-            self._begun += 1
+            self._round_begins += 1
             return False
-        await self._waiting.wait(arrival)
+        await self._line.wait(arrival)
         return True
 
     def _next_round(self) -> None:
         now = time.monotonic()
-        batch, _ = self._waiting.take(now)
+        batch, _ = self._line.take(now)
         for request in batch:
             request.answer.set_result(None)
-        self._begun = len(batch)
+        self._round_begins = len(batch)
         if not batch:
             self._is_counting = False
             return
-        self._waiting.note_departures(len(batch), now - self._round_at)
+        self._line.note_departures(len(batch), now - self._round_at)
         self._round_at = now
         asyncio.get_running_loop().call_soon(self._next_round)
 
@@ -525,10 +527,10 @@ class HeldBytes:
     Bodies come in as slowly as their clients send them.
     """
 
-    def __init__(self, what: str, most_bytes: int, remedy: str = RETRY, code: str = MANY_REREADS) -> None:
-        """what, remedy, code: for the error."""
+    def __init__(self, kind: str, most_bytes: int, remedy: str = RETRY, code: str = MANY_REREADS) -> None:
+        """kind, remedy, code: for the error."""
         self.most_bytes = most_bytes
-        self._what = what
+        self._kind = kind
         self._remedy = remedy
         self._code = code
         self._bytes_of: Counter[str] = Counter()  # by tenant
@@ -545,10 +547,10 @@ class HeldBytes:
         tenant, held, of_all = caller.tenant, self._bytes_of[caller.tenant], self.held_bytes
         tenant_bytes = self.most_bytes // 2
         if caller.has_others and held > of_request and held + size_bytes > tenant_bytes:
-            text = f"{self._what}: too many bytes of this tenant are held (limit {tenant_bytes})"
+            text = f"{self._kind}: too many bytes of this tenant are held (limit {tenant_bytes})"
             raise ApiError(429, f"{text}; {self._remedy}", code=self._code, retry_after_s=1)
         if of_all > of_request and of_all + size_bytes > self.most_bytes:
-            text = f"{self._what}: too many bytes are held (limit {self.most_bytes})"
+            text = f"{self._kind}: too many bytes are held (limit {self.most_bytes})"
             raise unavailable(f"{text}; {self._remedy}", self._code)
         self._bytes_of[tenant] += size_bytes
 
@@ -612,7 +614,7 @@ class Admission:
         self._places = Places()
         self._refusals = Refusals()
         model.threads = TenantThreads(settings.tenant_queue_share, settings.max_wait_s, self._placed_arrival)
-        self.draining = False
+        self.is_draining = False
         """Set once the process is to end: every request is refused."""
 
     async def wait_for_turn(self, turns: Turns, arrival: Arrival) -> bool:
@@ -624,12 +626,12 @@ class Admission:
         forecast = None if arrival.is_echo or arrival.may_exist else self._forecast(arrival.priority)
         try:
             if forecast is not None:
-                refuse_limits(forecast, arrival, now - arrival.started)
+                refuse_limits(forecast, arrival, now - arrival.start_s)
             with self._places.claim(arrival.content, now) as has_place:
                 arrival = replace(arrival, has_place=has_place)
                 ARRIVAL.set(arrival)
                 is_new = not (has_place or arrival.may_exist)
-                if is_new and turns.are_taken and (refusal := self._refusals.again(arrival, now)):
+                if is_new and turns.are_taken and (refusal := self._refusals.find_repeat(arrival, now)):
                     raise refusal
                 return await turns.wait(arrival)
         except ApiError as error:
@@ -639,28 +641,28 @@ class Admission:
         self,
         spec: GenerationSpec,
         caller: Caller,
-        started: float,
+        start_s: float,
         last_event: str = "",
         refusal: ApiError | None = None,
         hold: Hold | None = None,
     ) -> Generation:
         """Admit and enqueue a request; continue one that an Idempotency-Key names and that was enqueued before.
 
-        started: time.monotonic() at its arrival. last_event: the last event of it that the client has read. refusal:
+        start_s: time.monotonic() at its arrival. last_event: the last event of it that the client has read. refusal:
         why a new request is refused; one that was enqueued goes on. hold: as `resume`. Raise ApiError; the Generation
         must be closed.
         """
         spec.priority = caller.priority(spec.priority)
         if last_event and spec.survives_client:  # the client has a part: a new beginning would repeat it
-            return await self.resume(spec.id, caller.tenant, started, last_event, same_as=spec)
+            return await self.resume(spec.id, caller.tenant, start_s, last_event, same_as=spec)
         with self._places.claim(spec.content, time.monotonic()) as has_place:
-            return await self._begin(spec, caller, started, refusal, hold, has_place)
+            return await self._begin(spec, caller, start_s, refusal, hold, has_place)
 
     async def _begin(
         self,
         spec: GenerationSpec,
         caller: Caller,
-        started: float,
+        start_s: float,
         refusal: ApiError | None,
         hold: Hold | None,
         has_place: bool,
@@ -673,24 +675,24 @@ class Admission:
         try:
             if refusal is not None:
                 raise refusal
-            self.admit(spec, forecast, time.monotonic() - started)
+            self.admit(spec, forecast, time.monotonic() - start_s)
             self._refuse_crowd(spec, caller, has_place)
         except ApiError as error:
             if not (spec.survives_client and await self._dispatcher.record(spec.id)):
-                raise self._placed(error, spec.content, spec, has_place) from None
-            return await self.resume(spec.id, tenant, started, same_as=spec, hold=hold)  # it is no new work
+                raise self._place_refusal(error, spec.content, spec, has_place) from None
+            return await self.resume(spec.id, tenant, start_s, same_as=spec, hold=hold)  # it is no new work
         stream = self._open_stream(spec, "" if spec.background else tenant)
-        generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started)
-        generation.span = self._tracing.begin(spec, started) if self._tracing is not None else None
+        generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, start_s)
+        generation.span = self._tracing.begin(spec, start_s) if self._tracing is not None else None
         snapshot = self._cluster.snapshot
         redis_bytes = snapshot.memory_most if snapshot else 0
         bounds = Bounds.of(self._settings, spec, caller, forecast, redis_bytes, has_place)
         delivery = spec.to_delivery(self._model.text.tail)
         try:
-            answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds, started)
+            answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds, start_s)
             if refusal := bounds.refusal(answer, self._wait_s):
                 self._refusals.note(spec, tenant, answer, refusal, time.monotonic())
-                raise self._placed(refusal, spec.content, spec, has_place)
+                raise self._place_refusal(refusal, spec.content, spec, has_place)
         except ApiError:
             self._dispatcher.close(stream)
             raise
@@ -699,21 +701,21 @@ class Admission:
             raise
         if answer[0] == b"duplicate" and spec.survives_client:
             self._dispatcher.close(stream)
-            return await self.resume(spec.id, tenant, started, same_as=spec, hold=hold)
+            return await self.resume(spec.id, tenant, start_s, same_as=spec, hold=hold)
         if has_place:
             self._places.spend(spec.content)
         self._metrics.prompt_tokens.inc(spec.prompt_tokens)
-        self._recent.admitted(spec, time.monotonic())
-        self._places.admitted(spec.priority, self._wait_s(spec.prompt_tokens), time.monotonic())
+        self._recent.add(spec, time.monotonic())
+        self._places.count_admitted(spec.priority, self._wait_s(spec.prompt_tokens), time.monotonic())
         if spec.deadline_ms and not spec.survives_client:  # else the record has the end
-            generation.end_at(started + spec.deadline_ms / 1000 + DEADLINE_GRACE_S)
+            generation.end_at(start_s + spec.deadline_ms / 1000 + DEADLINE_GRACE_S)
         return generation
 
     async def begin_background(
-        self, spec: GenerationSpec, caller: Caller, started: float, refusal: ApiError | None = None
+        self, spec: GenerationSpec, caller: Caller, start_s: float, refusal: ApiError | None = None
     ) -> None:
         """Begin a request that runs without a client; spec.background is set. refusal: as `begin`. Raise ApiError."""
-        self._background.keep(await self.begin(spec, caller, started, refusal=refusal))
+        self._background.keep(await self.begin(spec, caller, start_s, refusal=refusal))
 
     async def adopt(self, request_id: str, gateway: str) -> None:
         """Adopt a background request, if `gateway` was the last to read it. Raise ApiError."""
@@ -727,7 +729,7 @@ class Admission:
         self,
         request_id: str,
         tenant: str,
-        started: float,
+        start_s: float,
         last_event: str = "",
         same_as: GenerationSpec | None = None,
         left_by: str = "",
@@ -742,7 +744,7 @@ class Admission:
         record = await self._dispatcher.raw_record(request_id)
         if b"delivery" not in record or record.get(b"tenant", b"") != tenant.encode():
             raise unknown_request(request_id)
-        spec = self._dispatcher.decoded(
+        spec = self._dispatcher.decode(
             request_id, record, partial(GenerationSpec.from_record, request_id, self._model.vocab_size)
         )
         if same_as is not None and spec.body_sha256 != same_as.body_sha256:
@@ -768,10 +770,10 @@ class Admission:
                 f"read its answer at /v1/requests/{request_id}",
             )
         if hold is not None and not spec.stream and record.get(b"state") == b"finished":
-            hold(self._dispatcher.decoded(request_id, record, partial(answer_bytes, spec)))
+            hold(self._dispatcher.decode(request_id, record, partial(answer_bytes, spec)))
         stream = self._open_stream(spec, "" if left_by else tenant)
         on_leave = partial(self._background.readerless.add, request_id) if spec.background and not left_by else None
-        generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started, position, on_leave)
+        generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, start_s, position, on_leave)
         if left_by and request_id in self._dispatcher.streams:
             raise taken_over()  # a client here has it, or is about to
         self._refuse_while_draining()  # here: from now on `drain` knows the stream
@@ -783,10 +785,10 @@ class Admission:
         if not is_adopted:  # it expired just now
             self._dispatcher.close(stream)
             raise unknown_request(request_id)
-        self._metrics.resumed.inc()
+        self._metrics.resumptions.inc()
         return generation
 
-    def _placed(
+    def _place_refusal(
         self, refusal: ApiError, content: int, spec: GenerationSpec | Arrival, had_place: bool = False
     ) -> ApiError:
         """Return the refusal of a request with the time of its place. had_place: it was refused in spite of one."""
@@ -805,7 +807,7 @@ class Admission:
         be no new work, and those without content (as to tokenize a text), as they do not enter the queue.
         """
         is_new = arrival.content and not arrival.may_exist
-        return self._placed(refusal, arrival.content, arrival) if is_new else refusal
+        return self._place_refusal(refusal, arrival.content, arrival) if is_new else refusal
 
     def _wait_s(self, waiting_tokens: float) -> float:
         """Return the seconds until so many more tokens of the queue will have begun to run; 0 before any rate was
@@ -835,7 +837,7 @@ class Admission:
             raise memory_low(cluster.snapshot.memory_share)
         if not cluster.snapshot.leases:
             raise unavailable(f"no scheduler is alive; {RETRY}", "no_scheduler", 2)
-        if not self._keyring.read:
+        if not self._keyring.has_read:
             raise unavailable(f"the keys have not been read yet; {RETRY}", "keys_unread", 2)
         if forecast is not None:
             refuse_limits(forecast, spec, passed_s)
@@ -864,7 +866,7 @@ class Admission:
                 )
 
     def _refuse_while_draining(self) -> None:
-        if self.draining:
+        if self.is_draining:
             raise shutting_down()
 
     def _open_stream(self, spec: GenerationSpec, client: str) -> RequestStream:

@@ -48,7 +48,7 @@ from shared.settings import is_loopback
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
     origins = _own_origin(gateway, gateway.keyring.is_open)
-    app = _app(gateway, "Orcinus", needs_key=True, more=[origins, Middleware(Pages, files=web.FILES)])
+    app = _app(gateway, "Orcinus", needs_key=True, extra=[origins, Middleware(Pages, files=web.FILES)])
     for endpoint in (
         completions, chat, retrieval, responses, messages, message_batches, files, batches, tokenization, adapters,
         info,
@@ -89,10 +89,10 @@ def _own_origin(gateway: Gateway, is_open: Callable[[], bool]) -> Middleware:
 
 def _include(app: FastAPI, router: APIRouter) -> None:
     app.include_router(router)
-    app.state.routes = [*getattr(app.state, "routes", app.routes[:-1]), *router.routes]  # flat: _allowed reads them
+    app.state.routes = [*getattr(app.state, "routes", app.routes[:-1]), *router.routes]  # flat, for _allowed_methods
 
 
-def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middleware] = ()) -> FastAPI:
+def _app(gateway: Gateway, title: str, needs_key: bool, extra: Sequence[Middleware] = ()) -> FastAPI:
     middleware = [
         Middleware(CutSlow, seconds=gateway.settings.client_write_s, metrics=gateway.metrics),
         Middleware(
@@ -101,7 +101,7 @@ def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middlewar
             pages=web.FILES,
             request_log=gateway.settings.request_log,
         ),
-        *more,
+        *extra,
         *(
             [Middleware(RequireKey, keyring=gateway.keyring, open_paths={*OPEN_PATHS, *dashboard.FILES})]
             if needs_key
@@ -137,7 +137,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
     return Response(error.json(request.scope["path"]), error.status, error.headers, media_type="application/json")
 
 
-def _allowed(request: Request) -> list[str]:
+def _allowed_methods(request: Request) -> list[str]:
     """Return the methods of the routes with exactly this path, or else of all routes that match it.
 
     starlette names only the methods of the first route that matches.
@@ -162,7 +162,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
             remedy = f"the API's base address ends with /v1: /v1{path}"
         refusal = ApiError(404, f"unknown path {path}; {remedy}", code="unknown_path")
     elif error.status_code == 405:
-        allowed = ", ".join(_allowed(request))
+        allowed = ", ".join(_allowed_methods(request))
         text = f"method {request.method} not allowed on {request.scope['path'][:200]}; allowed: {allowed}"
         refusal = ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
         return await _api_error(request, refusal)

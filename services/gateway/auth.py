@@ -90,11 +90,11 @@ class Caller:
         """Return whether the key is for the model of this name, which is no alias."""
         return not self.models or model in self.models
 
-    def priority(self, requested: str) -> str:
-        """Return the class of a request; requested: the class that it names, '' for none. Raise ApiError(403) above the
-        key's limit.
+    def priority(self, name: str) -> str:
+        """Return the class of a request; name: of the class that it asks for, '' for none. Raise ApiError(403) above
+        the key's limit.
         """
-        chosen = requested or max(DEFAULT_PRIORITY, self.max_priority, key=CLASSES.index)
+        chosen = name or max(DEFAULT_PRIORITY, self.max_priority, key=CLASSES.index)
         if CLASSES.index(chosen) < CLASSES.index(self.max_priority):
             raise ApiError(
                 403,
@@ -117,56 +117,56 @@ class Keyring:
         """
         self._keys = settings.keys
         self._models = [Keys(name) for name in dict.fromkeys((settings.served_model_name, *models))]
-        self._required = settings.require_key
-        self._configured = [api_keys.digest(key) for key in settings.api_keys()]
+        self._requires_key = settings.require_key
+        self._configured_digests = [api_keys.digest(key) for key in settings.api_keys()]
         self._rates = Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests)
         self._redis: Redis = connect(settings, connections=1)
         self._letters = letters or DeadLetters()
         self._published = Published("keys", self._redis, KeyRecord.decode, self._letters)
-        self.looked = self._published.looked
+        self.has_looked = self._published.has_looked
         self._records: dict[str, KeyRecord] = {}
-        self._any = False  # a record is or was there
-        self._several = len(self._configured) > 1  # tenants have keys
+        self._had_records = False  # a record is or was there
+        self._several = len(self._configured_digests) > 1  # tenants have keys
         self._version: list[bytes | None] = []
         self._secret = b""
         self._ahead_s = 0.0  # Redis's clock minus the clock here
-        self._used: dict[str, float] = {}  # key id -> when (Redis's clock), since it was last written
+        self._last_uses: dict[str, float] = {}  # key id -> when (Redis's clock), since it was last written
         self._written_at = -USED_EVERY_S
-        self.read = False
+        self.has_read = False
         """Whether Redis was asked: before that its keys are unknown, and so is the secret of the salts."""
 
     @property
-    def needed(self) -> bool:
+    def needs_key(self) -> bool:
         """Whether requests need a key. Once Redis had one, always: neither its removal nor lost data opens the gateway.
 
         `keys:version` tells it to gateways that start later.
         """
-        return bool(self._configured or self._required or self._any)
+        return bool(self._configured_digests or self._requires_key or self._had_records)
 
     def is_open(self) -> bool:
         """Whether requests need no key; False until it is known."""
-        return self.read and not self.needed
+        return self.has_read and not self.needs_key
 
     def identify(self, authorization: str | None, api_key: str | None = None) -> Caller:
         """Return the caller that an Authorization header names, or without one an X-Api-Key.
 
         Raise ApiError(401), and 503 as long as Redis has not said whether there are keys.
         """
-        if not self.needed:
-            if not self.read:
+        if not self.needs_key:
+            if not self.has_read:
                 raise _unread()
             return Caller(ANONYMOUS, rates=self._rates)
         if not authorization and api_key:
             authorization = f"Bearer {api_key}"
         scheme, _, text = (authorization or "").partition(" ")
         if not authorization:
-            raise _refused("you didn't provide an API key")
+            raise _refusal("you didn't provide an API key")
         text = text.strip()
         caller = self._of_redis(text) or self._of_settings(text)
-        if caller is None and not self.read:
+        if caller is None and not self.has_read:
             raise _unread()
         if caller is None or scheme.lower() != "bearer":
-            raise _refused("the API key is not valid")
+            raise _refusal("the API key is not valid")
         return caller
 
     def salt(self, tenant: str) -> bytes:
@@ -185,14 +185,14 @@ class Keyring:
         for a key that is not there, as when Redis has lost its data. Raise ApiError(401) for one that was revoked or
         has expired.
         """
-        if not self.needed:
+        if not self.needs_key:
             return Caller(ANONYMOUS, rates=self._rates) if bucket == ANONYMOUS else None
         record = self._records.get(bucket)
         if record is not None:
             if (state := record.state(time.time() + self._ahead_s)) != "active":
-                raise _refused(f"the API key is {state}")
+                raise _refusal(f"the API key is {state}")
             return self._of_record(record)
-        return self._of_digest(bucket) if bucket in (digest.hex()[:16] for digest in self._configured) else None
+        return self._of_digest(bucket) if bucket in (digest.hex()[:16] for digest in self._configured_digests) else None
 
     def _of_redis(self, text: str) -> Caller | None:
         """Return the caller of a key in Redis. The id is part of the key, so the work does not depend on the number of
@@ -203,8 +203,8 @@ class Keyring:
             return None
         now_s = time.time() + self._ahead_s
         if (state := record.state(now_s)) != "active":
-            raise _refused(f"the API key is {state}")
-        self._used[record.id] = now_s
+            raise _refusal(f"the API key is {state}")
+        self._last_uses[record.id] = now_s
         return self._of_record(record)
 
     def _of_record(self, record: KeyRecord) -> Caller:
@@ -221,7 +221,7 @@ class Keyring:
 
     def _of_settings(self, text: str) -> Caller | None:
         digest, matches = api_keys.digest(text), False
-        for expected in self._configured:  # all of them, so that the time says nothing
+        for expected in self._configured_digests:  # all of them, so that the time says nothing
             matches |= hmac.compare_digest(digest, expected)
         return self._of_digest(digest.hex()[:16]) if matches else None
 
@@ -241,22 +241,22 @@ class Keyring:
             raise time_or_error
         seconds, micros = time_or_error
         self._ahead_s = seconds + micros / 1e6 - time.time()
-        if not self.read or version != self._version:
-            self._records, self._version = await self._all(), version
-            self._any |= bool(self._records) or any(each is not None for each in version)
+        if not self.has_read or version != self._version:
+            self._records, self._version = await self._read_all(), version
+            self._had_records |= bool(self._records) or any(each is not None for each in version)
             tenants = {record.tenant for record in self._records.values() if not record.revoked_s}
-            self._several = len(tenants) + len(set(self._configured)) > 1
-        if secret is None and self.needed:
+            self._several = len(tenants) + len(set(self._configured_digests)) > 1
+        if secret is None and self.needs_key:
             await self._redis.set(keys.keys_salt, secrets.token_bytes(32), nx=replies[-1] is None)
             secret = await self._redis.get(keys.keys_salt)
         self._secret = secret or b""
-        self.read = True
-        if self._used and time.monotonic() - self._written_at >= USED_EVERY_S:
-            used, self._used = self._used, {}
+        self.has_read = True
+        if self._last_uses and time.monotonic() - self._written_at >= USED_EVERY_S:
+            used, self._last_uses = self._last_uses, {}
             self._written_at = time.monotonic()
             await self._redis.hset(keys.keys_used, mapping={key: int(at) for key, at in used.items()})
 
-    async def _all(self) -> dict[str, KeyRecord]:
+    async def _read_all(self) -> dict[str, KeyRecord]:
         """Return the keys of all models, and those that an older version kept for one of the gateway's models."""
         bound: dict[str, KeyRecord] = {}
         for each in self._models:
@@ -266,7 +266,7 @@ class Keyring:
 
     def _value(self, key: str, reply: Any) -> Any:
         """Return what a key holds. One of another type closes the gateway to callers without a key."""
-        self._any |= isinstance(reply, ResponseError) and WRONG_TYPE in str(reply)
+        self._had_records |= isinstance(reply, ResponseError) and WRONG_TYPE in str(reply)
         return self._letters.read(key, reply, lambda value: value)
 
     async def _records_of(self, key: str) -> dict[str, KeyRecord]:
@@ -401,10 +401,10 @@ def _unread() -> ApiError:
     return unavailable(f"the keys have not been read yet; {RETRY}", "keys_unread", 2)
 
 
-def _refused(why: str) -> ApiError:
+def _refusal(reason: str) -> ApiError:
     return ApiError(
         401,
-        f"{why}; send it as Authorization: Bearer KEY or as X-Api-Key: KEY",
+        f"{reason}; send it as Authorization: Bearer KEY or as X-Api-Key: KEY",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )

@@ -64,7 +64,7 @@ class Snapshot:
     memory_most: int = 0
     queue: dict[str, str] = field(default_factory=dict)
     steps: dict[str, str] = field(default_factory=dict)  # key of a heartbeat -> the last step that it names
-    renewed: dict[str, float] = field(default_factory=dict)  # shard -> when its stats were last seen to change
+    renewal_times: dict[str, float] = field(default_factory=dict)  # shard -> when its stats were last seen to change
     placement: Placement | None = None  # what a placer that lives wants of the model; None where there is none
     placed_at: float = 0.0  # when the placement was first seen to be awake, or asleep, as it is
     memory_share: float = field(init=False)
@@ -73,7 +73,7 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         self.memory_share = self.memory_used / self.memory_most if self.memory_most else 0.0
-        self.drain_tok_s = sum(self._drain_tok_s(stats) for stats in self.led)
+        self.drain_tok_s = sum(self._drain_tok_s(stats) for stats in self.led_shards)
         forecasts = {priority: self._when_awake(self._forecast(priority), priority) for priority in CLASSES}
         self.forecasts = {priority: forecast for priority, forecast in forecasts.items() if forecast is not None}
 
@@ -81,7 +81,7 @@ class Snapshot:
     def is_served(self) -> bool:
         """Whether a scheduler leads a worker that has a record."""
         # The record of a worker that hangs runs out before its scheduler gives it up.
-        return bool(self.workers) and any(number(stats.get("workers")) for stats in self.led)
+        return bool(self.workers) and any(number(stats.get("workers")) for stats in self.led_shards)
 
     @property
     def has_to_wait(self) -> bool:
@@ -105,13 +105,13 @@ class Snapshot:
         return sum(number(stats.get(name)) for stats in self.stats.values())
 
     @property
-    def led(self) -> list[dict[str, str]]:
+    def led_shards(self) -> list[dict[str, str]]:
         """Return the statistics of the shards with a lease and a scheduler that writes statistics."""
         return [stats for shard, stats in self.stats.items() if shard in self.leases and not self._is_silent(shard)]
 
     def _is_silent(self, shard: str) -> bool:
         """Whether a shard has written no statistics for STALE_S. Its lease may then be a foreign value."""
-        return self.at - self.renewed.get(shard, self.at) > STALE_S
+        return self.at - self.renewal_times.get(shard, self.at) > STALE_S
 
     def limits(self, fallback: Limits) -> Limits:
         """Return the limits that the schedulers' workers meet, by their statistics; those of `fallback`, the model's,
@@ -229,8 +229,8 @@ class Cluster:
         self.redis_error = "Redis has not answered yet"
         self.write_error = ""
         self.active = 0  # requests that this gateway delivers
-        self.unfinished = 0  # those of them that have not ended
-        self.looked = asyncio.Event()
+        self.unfinished_count = 0  # those of them that have not ended
+        self.has_looked = asyncio.Event()
         """Set behind the first look, also one that failed."""
         self.drain_asked = asyncio.Event()
         """Set when an operator drains this gateway."""
@@ -247,15 +247,15 @@ class Cluster:
                 if self.redis_error:
                     log.info("Redis answers")
                 self.redis_error, heard = "", True
-                unfinished = 0 if self.snapshot.has_to_wait else self.unfinished
+                unfinished = 0 if self.snapshot.has_to_wait else self.unfinished_count
                 self._progress.look(self.snapshot.observation, unfinished, time.monotonic())
             except (*Unreachable, RedisError) as error:
                 if heard:
                     log.warning("waiting for Redis: %s", error)
                 heard = False
                 self.redis_error = str(error) or type(error).__name__
-                self._progress.look(None, self.unfinished, time.monotonic())
-            self.looked.set()
+                self._progress.look(None, self.unfinished_count, time.monotonic())
+            self.has_looked.set()
             if not heard or not self.reason_unserved():
                 served_at = started  # a leader takes over behind an outage of Redis, too
             if heard:
@@ -309,11 +309,11 @@ class Cluster:
 
     def stalled_s(self) -> float:
         """Return the seconds in which work was there and no step was answered; 0 when all is well."""
-        return self._progress.stalled(time.monotonic())[0]
+        return self._progress.find_stall(time.monotonic())[0]
 
     def reason_stalled(self) -> str:
         """Return an empty text while work, if there is any, has moved within `progress_timeout_s`."""
-        seconds, where = self._progress.stalled(time.monotonic())
+        seconds, where = self._progress.find_stall(time.monotonic())
         if seconds <= self._settings.progress_timeout_s:
             return ""
         return f"{where} has work, and no step was answered for {seconds:.0f} s"
@@ -332,7 +332,7 @@ class Cluster:
         pipe.info("memory")
         pipe.hgetall(self._keys.queue)
         pipe.zrange(self._keys.workers, 0, MOST_WORKERS - 1)
-        placed(pipe, self._keys.model)
+        ask_placement(pipe, self._keys.model)
         for shard in shards:
             pipe.exists(self._keys.lease(shard))
             pipe.hgetall(self._keys.stats(shard))
@@ -378,7 +378,7 @@ class Cluster:
                 for key, step in zip(beats, heartbeats[1:], strict=True)
                 if step is not None
             },
-            renewed=renewed_at(stats, self.snapshot, now),
+            renewal_times=renewed_at(stats, self.snapshot, now),
             placement=turn,
             placed_at=placed_at(turn, self.snapshot, now),
         )
@@ -411,7 +411,7 @@ class Cluster:
         self._discovered_at = time.monotonic()
 
 
-def placed(pipe: Any, model: str) -> None:
+def ask_placement(pipe: Any, model: str) -> None:
     """Ask in a pipeline for what `placement_of` takes."""
     pipe.exists(PLACER_KEYS.lease(PLACER))
     pipe.hget(PLACER_KEYS.placements, model)
@@ -424,7 +424,10 @@ class PlacerSeen:
         self._at = -PLACER_S
 
     def lives(self, is_placed: Any, now: float) -> bool:
-        """Return whether it lives, or did just now and is about to be there again. is_placed: the reply to `placed`."""
+        """Return whether it lives, or did just now and is about to be there again.
+
+        is_placed: the reply to `ask_placement`.
+        """
         if is_placed == 1:
             self._at = now
         return now - self._at < PLACER_S
@@ -454,8 +457,8 @@ def renewed_at(stats: dict[str, dict[str, str]], before: Snapshot | None, now: f
     """
     past = before if before is not None and now - before.at <= STALE_S else None
     return {
-        shard: past.renewed[shard]
-        if past and shard in past.renewed and past.stats[shard].get("time_ms") == fields.get("time_ms")
+        shard: past.renewal_times[shard]
+        if past and shard in past.renewal_times and past.stats[shard].get("time_ms") == fields.get("time_ms")
         else now
         for shard, fields in stats.items()
     }

@@ -143,33 +143,33 @@ def shutting_down() -> ApiError:
     return unavailable("the gateway is shutting down; send the request again", "shutting_down", 5)
 
 
-def redis_silent(why: object) -> ApiError:
+def redis_silent(reason: object) -> ApiError:
     """Return a 503 for what needs Redis while it does not answer."""
-    return unavailable(f"Redis does not answer: {why}; {RETRY}", "redis_unavailable", 2)
+    return unavailable(f"Redis does not answer: {reason}; {RETRY}", "redis_unavailable", 2)
 
 
-def interrupted() -> ApiError:
+def interruption_error() -> ApiError:
     """Return a 503 for a call to Redis that was cancelled."""
     return unavailable("Redis call interrupted; send the request again", "redis_unavailable", 2)
 
 
-def failed(why: str, grammar_field: str = "") -> ApiError:
+def worker_error(reason: str, grammar_field: str = "") -> ApiError:
     """Return the error of a request that ended with an error of a worker; a 400 for a fault of the request's grammar.
 
     grammar_field: the field that brought the grammar; empty when that was not recorded.
     """
-    _, is_grammar, rest = why.partition(NOT_FOLLOWED)  # the scheduler puts the worker's code before its words
+    _, is_grammar, rest = reason.partition(NOT_FOLLOWED)  # the scheduler puts the worker's code before its words
     if is_grammar:
         text = NOT_FOLLOWED + rest
         if grammar_field:
             text += f"; send a simpler one in {grammar_field}"
         return ApiError(400, text, param=grammar_field or None, code="invalid_grammar")
-    return ApiError(500, why or "the generation failed", code="generation_failed")
+    return ApiError(500, reason or "the generation failed", code="generation_failed")
 
 
-def too_big(most_bytes: int, got: str) -> ApiError:
+def too_big(most_bytes: int, size: str) -> ApiError:
     """Return 413 for a body."""
-    text = f"body too large: at most {most_bytes} bytes; got {got}; send less at once"
+    text = f"body too large: at most {most_bytes} bytes; got {size}; send less at once"
     return ApiError(413, text, code="body_too_large")
 
 
@@ -196,11 +196,11 @@ def memory_low(share: float) -> ApiError:
     )
 
 
-def slow_client(bound: int) -> ApiError:
+def slow_client(max_rows: int) -> ApiError:
     """Return 503 for a client that does not read what waits for it."""
     return ApiError(
         503,
-        f"client reads too slowly: {bound} events are waiting; read faster, or ask without stream",
+        f"client reads too slowly: {max_rows} events are waiting; read faster, or ask without stream",
         code=SLOW_CLIENT,
     )
 

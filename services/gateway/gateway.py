@@ -43,30 +43,30 @@ class Gateway:
         common = self.id, self.keyring, self.metrics, self.tracing, self.letters, self.connections
         parts = Parts(*common, rereads(), conversations())
         aliases = next((entry.aliases for entry in entries if entry.name == settings.served_model_name), ())
-        self.first = ServedModel(settings, model, parts, aliases)
-        self.models = ModelTable(self.first, parts, entries)
-        self.cluster, self.dispatcher = self.first.cluster, self.first.dispatcher
-        self.background, self.admission = self.first.background, self.first.admission
+        self.first_model = ServedModel(settings, model, parts, aliases)
+        self.models = ModelTable(self.first_model, parts, entries)
+        self.cluster, self.dispatcher = self.first_model.cluster, self.first_model.dispatcher
+        self.background, self.admission = self.first_model.background, self.first_model.admission
         self.batches = BatchDriver(settings, self.keyring, self.metrics, self.cancel_for)
         self.siblings: Siblings | None = None  # the other processes behind the same ports
         self.started_s = int(time.time())
-        self._watching: list[asyncio.Task[None]] = []
+        self._watchers: list[asyncio.Task[None]] = []
         self.metrics.active.set_function(lambda: self._active)
         self.metrics.watch(self.cluster, self.models.reason_not_ready)
 
     async def start(self) -> None:
         """Begin the tasks, and return when requests need not be refused for what Redis is about to say."""
-        self.first.start()
+        self.first_model.start()
         work = (self.keyring.run, self.batches.run, self.models.run)
-        self._watching = [asyncio.create_task(each()) for each in work]
-        await first_look(self.cluster.looked, self.first.adapters.looked, self.keyring.looked)
+        self._watchers = [asyncio.create_task(each()) for each in work]
+        await first_look(self.cluster.has_looked, self.first_model.adapters.has_looked, self.keyring.has_looked)
 
     async def stop(self) -> None:
         await self.batches.stop()
-        watching, self._watching = self._watching, []
+        watching, self._watchers = self._watchers, []
         await end(*watching)
         await self.models.close()
-        await self.first.stop()
+        await self.first_model.stop()
         await self.keyring.close()
         await self.batches.close()
         if self.tracing is not None:
@@ -74,17 +74,17 @@ class Gateway:
 
     async def cancel_for(self, request_id: str, tenant: str) -> str:
         """Cancel a request of a tenant, of whichever model. Return as `Dispatcher.cancel_for`. Raise ApiError(503)."""
-        return await (await self.models.holding(request_id)).dispatcher.cancel_for(request_id, tenant)
+        return await (await self.models.find_holder(request_id)).dispatcher.cancel_for(request_id, tenant)
 
     @property
-    def draining(self) -> bool:
+    def is_draining(self) -> bool:
         """Whether the process is about to end."""
-        return self.first.admission.draining
+        return self.first_model.admission.is_draining
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """Return the tasks that run as long as the process; main.py ends the process when one of them has ended."""
-        return [*self.first.tasks, *self._watching]
+        return [*self.first_model.tasks, *self._watchers]
 
     def dead_task(self) -> str:
         """Return the error of a task that ended and should not have; empty when all run."""
@@ -97,12 +97,12 @@ class Gateway:
         """Let running requests end for `seconds`, then end their delivery: a stream can be continued at another
         gateway.
         """
-        self.models.draining = True
+        self.models.is_draining = True
         for model in self.models.models():
-            model.admission.draining = True
+            model.admission.is_draining = True
         await self.batches.stop()  # another gateway goes on with them at once
         for model in self.models.models():  # their background requests have no client: another gateway can read them
-            self._hand_over(model, model.background.kept)
+            self._hand_over(model, model.background.request_ids)
         end = time.monotonic() + seconds
         while self._streams and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event
             await asyncio.sleep(0.05)
@@ -125,7 +125,7 @@ class Gateway:
     def _hand_over(self, model: ServedModel, requests: Iterable[str]) -> None:
         for request_id in list(requests):
             if stream := model.dispatcher.streams.get(request_id):
-                stream.fail(handed_over(request_id), cut=True)
+                stream.fail(handed_over(request_id), is_cut=True)
 
     def state(self) -> dict[str, Any]:
         """Return this process's part of `/stats`."""
@@ -134,17 +134,17 @@ class Gateway:
             "model": self.settings.served_model_name,
             "models": self.models.states(),
             "active_requests": self._active,
-            "draining": self.draining,
+            "draining": self.is_draining,
             "not_ready": self.reason_not_ready() or None,
         }
 
     def reason_not_ready(self) -> str:
         """Return an empty text when new work would be served."""
-        if self.draining:
+        if self.is_draining:
             return "shutting down"
         if dead := self.dead_task():
             return f"a task of this gateway died: {dead}"
-        return self.models.reason_not_ready() or ("" if self.keyring.read else "the keys have not been read yet")
+        return self.models.reason_not_ready() or ("" if self.keyring.has_read else "the keys have not been read yet")
 
     def reason_stalled(self) -> str:
         """Return an empty text while work, if there is any, moves."""

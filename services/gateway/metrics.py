@@ -72,13 +72,13 @@ class Metrics:
         )
         self._deliveries = Deliveries()
         registry.register(self._keep(self._deliveries))
-        self.delivered = self._deliveries.delivered
+        self.on_delivery = self._deliveries.on_delivery
         self.duration = histogram(
             "request_duration_seconds", "From arrival to the last token, by endpoint", SECONDS, "endpoint"
         )
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
         self.active = self._keep(Gauge(P + "active_requests", "Requests that run or wait now", registry=registry))
-        self.cancelled = counter(
+        self.cancellations = counter(
             "cancelled_requests", "Requests that ended before their last token: mostly, clients that left"
         )
         self.slow_clients = counter("slow_clients", "Clients cut because they did not read")
@@ -88,14 +88,16 @@ class Metrics:
             "reason",
         )
         self.duplicates = counter("duplicate_rows", "Deliveries that were there already")
-        self.refilled = counter("refilled_rows", "Gaps filled from records")
+        self.refills = counter("refilled_rows", "Gaps filled from records")
         self.unreadable = counter("unreadable_records", "Records of Redis that were set aside, by kind of key", "kind")
-        self.resumed = counter("resumed_requests", "Requests that this gateway went on with")
+        self.resumptions = counter("resumed_requests", "Requests that this gateway went on with")
         self.batch_lines = counter("batch_lines", "Lines of batches, by outcome: answered, failed", "outcome")
         self.batches = self._keep(
             Gauge(P + "driven_batches", "Batches that this gateway drives now", registry=registry)
         )
-        self._finished = counter("finished_choices", "Choices that came to an end, by finish_reason", "finish_reason")
+        self._finish_counts = counter(
+            "finished_choices", "Choices that came to an end, by finish_reason", "finish_reason"
+        )
         self._sizes = (
             histogram("request_prompt_tokens", "Prompt tokens of a finished request", TOKENS),
             histogram("request_output_tokens", "Output tokens of a finished request", TOKENS),
@@ -130,11 +132,13 @@ class Metrics:
         """Note that a token batch was read; the id of an entry is the time, in ms, at which Redis took it."""
         self._lag.observe(max(0.0, time.time() - int(entry_id.partition(b"-")[0]) / 1000))
 
-    def finished(self, spec: GenerationSpec, reasons: list[str | None], output_tokens: int, seconds: float) -> None:
+    def count_finished(
+        self, spec: GenerationSpec, reasons: list[str | None], output_tokens: int, seconds: float
+    ) -> None:
         """Count a request that was delivered to its end."""
         self.duration.labels(spec.endpoint).observe(seconds)
         for reason in reasons:
-            self._finished.labels(reason or "").inc()
+            self._finish_counts.labels(reason or "").inc()
         values = (spec.prompt_tokens, output_tokens, spec.choices, spec.max_tokens)
         for histogram, value in zip(self._sizes, values, strict=True):
             histogram.observe(value)
@@ -152,7 +156,7 @@ class Deliveries(Collector):
         self._gaps_s: list[float] = []
         self._gaps = ColumnHistogram(P + "inter_token_seconds", "Between two deliveries of one request", GAPS_S)
 
-    def delivered(self, tokens: int, gap_s: float | None) -> None:
+    def on_delivery(self, tokens: int, gap_s: float | None) -> None:
         """Note a delivery. gap_s: since the request's last one; None for the first."""
         self._tokens += tokens
         if gap_s is not None:
@@ -191,7 +195,7 @@ class StackCollector(Collector):
 
         used = total("blocks_total") - total("blocks_free") - total("blocks_cached") - total("blocks_draining")
         yield gauge("ready", "1 when new work would be served", float(not self.reason_not_ready()))
-        yield gauge("stalled_seconds", "Time in which work was there and no step was answered", _stalled(cluster))
+        yield gauge("stalled_seconds", "Time in which work was there and no step was answered", _stalled_s(cluster))
         yield gauge("schedulers", "Shards that a scheduler leads", len(snapshot.leases) if snapshot else 0)
         yield gauge("workers", "Workers that are registered", len(snapshot.workers) if snapshot else 0)
         yield gauge("running_sequences", "Sequences in slots, all shards", total("running"))
@@ -224,5 +228,5 @@ class StackCollector(Collector):
         return family
 
 
-def _stalled(cluster: Cluster | None) -> float:
+def _stalled_s(cluster: Cluster | None) -> float:
     return cluster.stalled_s() if cluster is not None else 0.0

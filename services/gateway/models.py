@@ -21,9 +21,9 @@ from redis.exceptions import RedisError
 from services.gateway.adapters import FORMER_S, AdapterNames, AdapterRecord
 from services.gateway.admission import Admission, Connections, HeldBytes, unknown_request
 from services.gateway.auth import Caller, Keyring
-from services.gateway.cluster import STALE_S, Cluster, PlacerSeen, placed, placement_of
+from services.gateway.cluster import STALE_S, Cluster, PlacerSeen, ask_placement, placement_of
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
-from services.gateway.delivery.dispatcher import Dispatcher, failed
+from services.gateway.delivery.dispatcher import Dispatcher, client_error
 from services.gateway.delivery.response_store import ResponseStore
 from services.gateway.errors import RETRY, UNAVAILABLE, ApiError, shutting_down, unavailable
 from services.gateway.metrics import Metrics
@@ -112,16 +112,16 @@ class ServedModel:
         self.adopter = OrphanAdopter(
             settings, gateway_id, self.background, self.admission.adopt, self.dispatcher.streams, letters
         )
-        self._watching: list[asyncio.Task[None]] = []
+        self._watchers: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self.dispatcher.start()
         work = (self.adopter.run, self.cluster.run, self.adapters.run)
-        self._watching = [asyncio.create_task(each()) for each in work]
+        self._watchers = [asyncio.create_task(each()) for each in work]
 
     async def stop(self) -> None:
         """End tasks and connections; what is in Redis continues."""
-        watching, self._watching = self._watching, []
+        watching, self._watchers = self._watchers, []
         await end(*watching[:1])  # the adopter: it begins tasks of `background`
         await self.background.stop()
         await self.dispatcher.stop()
@@ -134,7 +134,7 @@ class ServedModel:
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """Return the tasks that run between start and stop; none of them ends by itself."""
-        return [*self.dispatcher.tasks, *self._watching]
+        return [*self.dispatcher.tasks, *self._watchers]
 
     @property
     def state(self) -> State:
@@ -154,7 +154,12 @@ class ServedModel:
         be.
         """
         now = time.monotonic()
-        if self.dispatcher.streams or self.background.kept or self.background.readerless or self.background.ended:
+        if (
+            self.dispatcher.streams
+            or self.background.request_ids
+            or self.background.readerless
+            or self.background.end_counts
+        ):
             self.used_at = now
         return now - self.used_at
 
@@ -167,27 +172,27 @@ class ModelTable:
 
         Raise ConfigurationError for a name that means two models.
         """
-        self.first = first
+        self.first_model = first
         self.open: dict[str, ServedModel] = {}
         """By each name and alias, those that are open."""
         self.on_open: Callable[[ServedModel], None] = lambda model: None
         """Called with each model that is opened."""
-        self.draining = False
+        self.is_draining = False
         """Set once the process is to end: no model is opened."""
         self._parts = parts
         self._entries = {entry.name: entry for entry in entries if entry.name != first.name}
         named = [(first.name, first.aliases), *((entry.name, entry.aliases) for entry in self._entries.values())]
         check_names(first.settings.models, named)
-        self._named = {name: entry for entry in self._entries.values() for name in (entry.name, *entry.aliases)}
+        self._entry_of = {name: entry for entry in self._entries.values() for name in (entry.name, *entry.aliases)}
         self._states: dict[str, State] = {}
         self._placer = PlacerSeen()
         self._looked_at = -math.inf  # of time.monotonic(), when they were read
         self._unreadable_until: dict[str, float] = {}  # of time.monotonic(), by model that could not be opened
-        self._opening: dict[str, asyncio.Task[ServedModel]] = {}
-        self._closing: dict[str, asyncio.Task[None]] = {}
+        self._open_tasks: dict[str, asyncio.Task[ServedModel]] = {}
+        self._close_tasks: dict[str, asyncio.Task[None]] = {}
         self._closed_records: dict[str, dict[str, AdapterRecord]] = {}  # adapters of models that are not open
         self._closed_read_at = -math.inf  # of time.monotonic()
-        self._reading = asyncio.Lock()
+        self._read_lock = asyncio.Lock()
         self._redis: Redis = connect(first.settings, connections=2)
         self._add(first)
 
@@ -197,11 +202,11 @@ class ModelTable:
 
     def names(self) -> list[str]:
         """Return the names of all models, the first model's first."""
-        return [self.first.name, *self._entries]
+        return [self.first_model.name, *self._entries]
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """Return further names of a model."""
-        return self.first.aliases if name == self.first.name else self._entries[name].aliases
+        return self.first_model.aliases if name == self.first_model.name else self._entries[name].aliases
 
     def state(self, name: str) -> State:
         """Return the state of a model of `names`, as of the last look at Redis."""
@@ -215,19 +220,19 @@ class ModelTable:
 
     def reason_not_ready(self) -> str:
         """Return an empty text when a model would serve new work."""
-        reason = self.first.cluster.reason_of_redis()
+        reason = self.first_model.cluster.reason_of_redis()
         if reason or any(self.state(name) in SERVING for name in self._entries):
             return reason
-        return self.first.cluster.reason_unserved()
+        return self.first_model.cluster.reason_unserved()
 
     def unknown(self, name: str, caller: Caller | None) -> ApiError:
         """Return the 404 for a name that no model here has, or none that runs; it lists those that there are."""
         if not self._entries:
-            text = f"The model {quote(name)} does not exist; this server has {self.first.name!r}"
+            text = f"The model {quote(name)} does not exist; this server has {self.first_model.name!r}"
             return ApiError(404, text, param="model", code="model_not_found")
         there = [each for each in self.names() if self.state(each) != "unavailable"]
         listed = ", ".join(each for each in there if caller is None or caller.may_use(each)) or "none now"
-        is_here = name in self._named and (caller is None or caller.may_use(self._named[name].name))
+        is_here = name in self._entry_of and (caller is None or caller.may_use(self._entry_of[name].name))
         if is_here:
             text = f"The model {quote(name)} has no worker; this server has {listed}; start its scheduler and a worker"
             return ApiError(404, text, param="model", code=UNAVAILABLE)
@@ -236,7 +241,7 @@ class ModelTable:
 
     def has(self, name: str) -> bool:
         """Return whether a model, open or not, has this name or alias."""
-        return name in self.open or name in self._named
+        return name in self.open or name in self._entry_of
 
     def with_adapter(self, name: str) -> ServedModel | None:
         """Return the open model that has an adapter of this name; None for the name or alias of a model."""
@@ -244,15 +249,15 @@ class ModelTable:
             return None
         return next((model for model in self.models() if name in model.adapters.records), None)
 
-    def named(self, name: str) -> str:
+    def resolve(self, name: str) -> str:
         """Return the model that a name, an alias or an adapter's name means; empty for an unknown one."""
-        if name not in self._named and (model := self.with_adapter(name)) is not None:
+        if name not in self._entry_of and (model := self.with_adapter(name)) is not None:
             return model.name
         if (model := self.open.get(name)) is not None:
             return model.name
-        return self._named[name].name if name in self._named else ""
+        return self._entry_of[name].name if name in self._entry_of else ""
 
-    async def opened(self, name: str, caller: Caller | None) -> ServedModel:
+    async def open_model(self, name: str, caller: Caller | None) -> ServedModel:
         """Return a model by its name or alias, or that of an adapter of it, opened now unless it is open.
 
         Raise ApiError 404 for one that is unknown, or has neither worker nor scheduler; 503 for one that cannot be
@@ -260,7 +265,7 @@ class ModelTable:
         """
         if (model := self.open.get(name)) is not None:
             return model
-        entry = self._named.get(name)
+        entry = self._entry_of.get(name)
         if entry is None:
             entry = next((each for each, _ in await self.closed_with(name, caller)), None)
         if entry is None:
@@ -284,7 +289,7 @@ class ModelTable:
             for entry in self._entries.values()
             if entry.name not in self.open and (caller is None or caller.may_use(entry.name))
         ]
-        if self.first.settings.adapter_dir is None or not closed:
+        if self.first_model.settings.adapter_dir is None or not closed:
             return []
         pipe: Any = self._redis.pipeline(transaction=False)
         for entry in closed:
@@ -292,7 +297,7 @@ class ModelTable:
         try:
             answers = await pipe.execute(raise_on_error=False)
         except (*Unreachable, RedisError) as error:
-            raise failed(error) from None
+            raise client_error(error) from None
         holders = []
         for entry, stored in zip(closed, answers, strict=True):
             with contextlib.suppress(ValueError, TypeError):  # no record; the model sets it aside when it is open
@@ -317,10 +322,15 @@ class ModelTable:
 
     async def _closed_adapters(self) -> dict[str, dict[str, AdapterRecord]]:
         """Return the adapters that stand, of models that are not open, by model and name."""
-        async with self._reading:
+        async with self._read_lock:
             closed = [name for name in self._entries if name not in self.open]
             is_read = time.monotonic() - self._closed_read_at < EVERY_S and self._closed_records.keys() >= set(closed)
-            if self.first.settings.adapter_dir is None or not closed or is_read or self.first.cluster.redis_error:
+            if (
+                self.first_model.settings.adapter_dir is None
+                or not closed
+                or is_read
+                or self.first_model.cluster.redis_error
+            ):
                 return self._closed_records
             pipe: Any = self._redis.pipeline(transaction=False)
             for name in closed:
@@ -331,22 +341,22 @@ class ModelTable:
                 log.warning("adapters of models that are not open not read: %s", error)
                 return self._closed_records
             self._closed_records = {
-                name: self._standing(Keys(name).adapters, reply) if isinstance(reply, dict) else {}
+                name: self._valid_records(Keys(name).adapters, reply) if isinstance(reply, dict) else {}
                 for name, reply in zip(closed, replies, strict=True)
             }
             self._closed_read_at = time.monotonic()
             return self._closed_records
 
-    def _standing(self, key: str, stored: dict[bytes, bytes]) -> dict[str, AdapterRecord]:
+    def _valid_records(self, key: str, raw_records: dict[bytes, bytes]) -> dict[str, AdapterRecord]:
         letters, standing = self._parts.letters, {}
-        for raw, value in stored.items():
+        for raw, value in raw_records.items():
             if name := letters.read(key, raw, text):
                 record = letters.read(f"{key}:{name}", value, AdapterRecord.decode)
                 if record is not None and not record.unloaded_s:
                     standing[name] = record
         return standing
 
-    async def holding(self, request_id: str, caller: Caller | None = None) -> ServedModel:
+    async def find_holder(self, request_id: str, caller: Caller | None = None) -> ServedModel:
         """Return the model that has a request or a stored response of this id; the first one where none has it.
         Raise ApiError 404 where that is a model that the caller may not use; 503.
         """
@@ -354,7 +364,7 @@ class ModelTable:
         if not names:
             raise unknown_request(request_id)
         if not self._entries:
-            return self.first
+            return self.first_model
         for model in self.models():
             if model.name in names and request_id in model.dispatcher.streams:
                 return model
@@ -364,8 +374,8 @@ class ModelTable:
         try:
             counts = await pipe.execute()
         except (*Unreachable, RedisError) as error:
-            raise failed(error) from None
-        name = next((name for name, count in zip(names, counts, strict=True) if count), self.first.name)
+            raise client_error(error) from None
+        name = next((name for name, count in zip(names, counts, strict=True) if count), self.first_model.name)
         if name not in names:
             raise unknown_request(request_id)
         holder = self.open[name] if name in self.open else await asyncio.shield(self._open(self._entries[name]))
@@ -376,7 +386,7 @@ class ModelTable:
         """Look once a second after models that are not open, and let go of idle ones, until cancelled."""
         while True:
             for model in self.models():
-                if model is self.first or self.open.get(model.name) is not model:  # let go meanwhile
+                if model is self.first_model or self.open.get(model.name) is not model:  # let go meanwhile
                     continue
                 if any(task.done() for task in model.tasks):
                     raise RuntimeError(f"a task of model {model.name} ended")
@@ -390,10 +400,10 @@ class ModelTable:
 
     async def close(self) -> None:
         """Stop all models but the first."""
-        await end(*self._opening.values())
-        await asyncio.gather(*self._closing.values())
+        await end(*self._open_tasks.values())
+        await asyncio.gather(*self._close_tasks.values())
         for model in self.models():
-            if model is not self.first:
+            if model is not self.first_model:
                 await self._close(model)
         await self._redis.aclose()
 
@@ -409,7 +419,7 @@ class ModelTable:
 
     async def _stop(self, model: ServedModel) -> None:
         """End a model that is not open; a cancelled caller leaves that to `close`."""
-        task = self._closing[model.name] = asyncio.create_task(self._end(model))
+        task = self._close_tasks[model.name] = asyncio.create_task(self._end(model))
         await asyncio.shield(task)
 
     async def _end(self, model: ServedModel) -> None:
@@ -420,24 +430,24 @@ class ModelTable:
         except Exception:  # the other models go on
             log.exception("model %s: did not end as it should", model.name)
         finally:
-            self._closing.pop(model.name, None)
+            self._close_tasks.pop(model.name, None)
 
     def _open(self, entry: ModelEntry) -> asyncio.Task[ServedModel]:
         """Return the one task that opens a model."""
-        task = self._opening.get(entry.name)
+        task = self._open_tasks.get(entry.name)
         if task is None:
-            task = self._opening[entry.name] = asyncio.create_task(self._begin(entry))
-            task.add_done_callback(lambda task: self._opening.pop(entry.name, None))
+            task = self._open_tasks[entry.name] = asyncio.create_task(self._begin(entry))
+            task.add_done_callback(lambda task: self._open_tasks.pop(entry.name, None))
         return task
 
     async def _begin(self, entry: ModelEntry) -> ServedModel:
         if (model := self.open.get(entry.name)) is not None:
             return model
-        if self.draining:
+        if self.is_draining:
             raise shutting_down()
         await self._make_room(entry.name)
-        if entry.name in self._closing:  # its end deletes this gateway's token stream and heartbeat
-            await asyncio.shield(self._closing[entry.name])
+        if entry.name in self._close_tasks:  # its end deletes this gateway's token stream and heartbeat
+            await asyncio.shield(self._close_tasks[entry.name])
         if (left_s := self._unreadable_until.get(entry.name, 0.0) - time.monotonic()) > 0:
             raise _unreadable(entry.name, left_s)
         try:
@@ -450,8 +460,8 @@ class ModelTable:
         model.idle_s = entry.idle_s
         model.start()
         try:
-            await first_look(model.cluster.looked, model.adapters.looked)
-            if self.draining:
+            await first_look(model.cluster.has_looked, model.adapters.has_looked)
+            if self.is_draining:
                 raise shutting_down()
         except BaseException:
             await self._stop(model)
@@ -463,7 +473,7 @@ class ModelTable:
 
     def _load(self, entry: ModelEntry) -> ServedModel:
         """Read tokenizer and template; blocks. Raise ConfigurationError, ModelError."""
-        settings = self.first.settings.of_model(entry)
+        settings = self.first_model.settings.of_model(entry)
         text = ModelText(
             settings.model,
             settings.template_timeout_s,
@@ -472,18 +482,18 @@ class ModelTable:
             settings.reasoning_parser,
         )
         model = ServedModel(settings, text, self._parts, entry.aliases)
-        model.cluster.drain_asked = self.first.cluster.drain_asked  # the gateway is asked, under whichever model
+        model.cluster.drain_asked = self.first_model.cluster.drain_asked  # the gateway is asked, under whichever model
         return model
 
     def _removable(self) -> list[ServedModel]:
         """Return the open models that may be let go for another one."""
-        return [each for each in self.models() if each is not self.first and each.unused_s() > LEAST_IDLE_S]
+        return [each for each in self.models() if each is not self.first_model and each.unused_s() > LEAST_IDLE_S]
 
     async def _make_room(self, name: str) -> None:
         """Let go of the model that was used longest ago, where there are too many with those that began to open before
         this one. Raise ApiError(503).
         """
-        opening = [each for each in self._opening if each not in self.open]
+        opening = [each for each in self._open_tasks if each not in self.open]
         if len(self.models()) - 1 + opening.index(name) < MOST_OPEN:
             return
         idle = self._removable()
@@ -499,17 +509,19 @@ class ModelTable:
         if not names:
             return
         try:
-            states = await look(self._redis, names, self.first.settings.shard, self._parts.gateway_id, self._placer)
+            states = await look(
+                self._redis, names, self.first_model.settings.shard, self._parts.gateway_id, self._placer
+            )
         except (*Unreachable, RedisError) as error:
-            raise failed(error) from None
+            raise client_error(error) from None
         self._states = {name: state for name, (state, _) in states.items()}
         self._looked_at = time.monotonic()
-        if self.draining or self._opening or not (len(self.models()) - 1 < MOST_OPEN or self._removable()):
+        if self.is_draining or self._open_tasks or not (len(self.models()) - 1 < MOST_OPEN or self._removable()):
             return
         now = time.monotonic()
         for name, (state, has_orphans) in states.items():
             if has_orphans and state != "unavailable" and now >= self._unreadable_until.get(name, now):
-                self._open(self._entries[name]).add_done_callback(_noted)
+                self._open(self._entries[name]).add_done_callback(_note_error)
                 return
 
 
@@ -518,7 +530,7 @@ def _unreadable(name: str, retry_after_s: float) -> ApiError:
     return ApiError(503, text, param="model", code="model_unreadable", retry_after_s=retry_after_s)
 
 
-def _noted(task: asyncio.Task[ServedModel]) -> None:
+def _note_error(task: asyncio.Task[ServedModel]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("model with requests of a dead gateway not opened: %s", error)
 
@@ -538,7 +550,7 @@ async def look(
     replies = await _lists(pipe)
     pipe = redis.pipeline(transaction=False)
     for each, workers, gateways in zip(keys, replies[::2], replies[1::2], strict=True):
-        placed(pipe, each.model)
+        ask_placement(pipe, each.model)
         pipe.exists(each.lease(shard))
         for worker in workers:
             pipe.hmget(each.worker(_text(worker)), "ready", "shard")

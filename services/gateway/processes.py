@@ -115,13 +115,13 @@ class Processes(Supervisor):
 
     def on_signal(self, number: int) -> None:
         if number in STOP:
-            self.stopping = True
+            self.is_stopping = True
             number = signal.SIGTERM
         for service in self.services:
             service.signal(number)
 
     def on_exit(self, service: Service, code: int, now: float) -> None:
-        if self.stopping:
+        if self.is_stopping:
             service.state = "stopped"
             self._worst = max(self._worst, int(code not in (0, -signal.SIGTERM)))
         elif not any(each.ever_ready for each in self.services):
@@ -136,7 +136,7 @@ class Processes(Supervisor):
     def on_tick(self, now: float) -> None:
         if any(service.process for service in self.services):
             return
-        if self.stopping or all(service.state == "stopped" for service in self.services):
+        if self.is_stopping or all(service.state == "stopped" for service in self.services):
             self.say("all processes have ended")
             self.end(self._worst)
 
@@ -169,7 +169,7 @@ class Siblings:
 
     async def metrics(self) -> bytes:
         """Return the metrics of all processes that answer, in Prometheus's format."""
-        return merged(await self._ask(b"metrics"))
+        return merge(await self._ask(b"metrics"))
 
     async def states(self) -> list[dict[str, Any]]:
         """Return `Gateway.state` of all processes that answer, each with its number."""
@@ -177,7 +177,7 @@ class Siblings:
 
     def _own_answer(self, question: bytes) -> bytes:
         if question == b"metrics":
-            return labelled(self._registry, str(self._place.number))
+            return label(self._registry, str(self._place.number))
         return orjson.dumps({"process": self._place.number, **self._state()})
 
     async def _ask(self, question: bytes) -> list[bytes]:
@@ -238,14 +238,14 @@ class _Labelled(Collector):
             yield copy
 
 
-def labelled(registry: CollectorRegistry, process: str) -> bytes:
+def label(registry: CollectorRegistry, process: str) -> bytes:
     """Return the registry's text, each sample with the label `process`."""
     wrapped = CollectorRegistry()
     wrapped.register(_Labelled(registry, process))
     return generate_latest(wrapped)
 
 
-def merged(texts: Iterable[bytes]) -> bytes:
+def merge(texts: Iterable[bytes]) -> bytes:
     """Return the texts of several registries as one: the format wants the samples of a family together."""
     families: dict[bytes, list[bytes]] = {}
     for text in texts:

@@ -20,21 +20,21 @@ class Observation:
     steps: Mapping[str, str] = field(
         default_factory=dict
     )  # scheduler or worker -> last step, of heartbeats that are there
-    queued: float = 0.0
+    queued_requests: float = 0.0
 
 
 @dataclass(slots=True)
 class _Track:
     """A part that may have work, and when its work last moved, or it last had none."""
 
-    since: float
+    since_s: float
     works: bool = False
     mark: tuple[float, ...] = ()
 
-    def look(self, works: bool, moved: bool, now: float) -> None:
+    def look(self, works: bool, has_moved: bool, now: float) -> None:
         self.works = works
-        if moved or not works:
-            self.since = now
+        if has_moved or not works:
+            self.since_s = now
 
 
 class Progress:
@@ -45,12 +45,12 @@ class Progress:
         self._requests = _Track(now)
         self._steps: dict[str, str] = {}
 
-    def look(self, observation: Observation | None, unfinished: int, now: float) -> None:
-        """Take one look. observation: None while Redis is silent. unfinished: requests that have not ended here."""
+    def look(self, observation: Observation | None, unfinished_count: int, now: float) -> None:
+        """Take one look. observation: None while Redis is silent. unfinished_count: of requests of this gateway."""
         if observation is None:
             for track in self._shards.values():
                 track.look(track.works, False, now)
-            self._requests.look(self._requests.works or unfinished > 0, False, now)
+            self._requests.look(self._requests.works or unfinished_count > 0, False, now)
             return
         moved = self._beats_moved(observation.steps)
         self._shards = {shard: self._shards.get(shard, _Track(now)) for shard in observation.stats}
@@ -64,18 +64,18 @@ class Progress:
             track.mark = mark
         # Parked requests that never ran are counted as queued; they wait until a client returns. Stranded ones are not:
         # they have run, and wait for a worker of their numerics or for their end.
-        waiting = observation.queued - sum(stats.get("parked", 0.0) for stats in observation.stats.values())
+        waiting = observation.queued_requests - sum(stats.get("parked", 0.0) for stats in observation.stats.values())
         led = [
             stats for shard, stats in observation.stats.items() if shard in observation.leases or not observation.leases
         ]
-        unfinished -= int(sum(stats.get("stranded", 0.0) for stats in led))
-        self._requests.look(unfinished > 0 or waiting > 0, moved, now)
+        unfinished_count -= int(sum(stats.get("stranded", 0.0) for stats in led))
+        self._requests.look(unfinished_count > 0 or waiting > 0, moved, now)
 
-    def stalled(self, now: float) -> tuple[float, str]:
+    def find_stall(self, now: float) -> tuple[float, str]:
         """Return for how many seconds work was there and did not move, and where; (0, '') when all is well."""
-        stalls = [(now - track.since, f"shard {shard}") for shard, track in self._shards.items() if track.works]
+        stalls = [(now - track.since_s, f"shard {shard}") for shard, track in self._shards.items() if track.works]
         if self._requests.works:
-            stalls.append((now - self._requests.since, "the queue"))
+            stalls.append((now - self._requests.since_s, "the queue"))
         return max(stalls, default=(0.0, ""))
 
     def _beats_moved(self, steps: Mapping[str, str]) -> bool:

@@ -27,14 +27,14 @@ class Published(Generic[Record]):
     """Hashes of Redis that map names to records."""
 
     def __init__(
-        self, what: str, redis: Redis, decode: Callable[[bytes], Record], letters: DeadLetters | None = None
+        self, kind: str, redis: Redis, decode: Callable[[bytes], Record], letters: DeadLetters | None = None
     ) -> None:
-        """what: the records, as the log calls them. decode: raises for a record that no service writes."""
-        self._what = what
+        """kind: the records, as the log calls them. decode: raises for a record that no service writes."""
+        self._kind = kind
         self._redis = redis
         self._decode = decode
         self._letters = letters or DeadLetters()
-        self.looked = asyncio.Event()
+        self.has_looked = asyncio.Event()
         """Set behind the first look of `follow`, also one that failed."""
 
     async def read(self, key: str, redis: Redis | None = None) -> dict[str, Record | None]:
@@ -58,7 +58,7 @@ class Published(Generic[Record]):
                 is_heard = True
             except (*Unreachable, RedisError) as error:
                 if is_heard:
-                    log.warning("%s not read from Redis: %s", self._what, error)
+                    log.warning("%s not read from Redis: %s", self._kind, error)
                 is_heard = False
-            self.looked.set()
+            self.has_looked.set()
             await asyncio.sleep(EVERY_S)

@@ -267,11 +267,11 @@ class GenerationSpec:
         return spec
 
     @classmethod
-    def from_delivery(cls, request_id: str, stored: bytes, priority: str) -> GenerationSpec:
+    def from_delivery(cls, request_id: str, raw: bytes, priority: str) -> GenerationSpec:
         """Return the spec to deliver the rest. It cannot be enqueued: prompts and sampling are not stored. Raise as
         `from_record`.
         """
-        wire = queue_pb2.Delivery.FromString(stored)
+        wire = queue_pb2.Delivery.FromString(raw)
         if not OLDEST <= wire.version <= VERSION:
             raise other_version(wire.version, OLDEST, VERSION)
         fields: dict[str, Any] = {name: getattr(wire, name) for name in DELIVERY_FIELDS}
@@ -311,10 +311,10 @@ REQUEST_FIELDS = _common(queue_pb2.Request, "prompts")
 DELIVERY_FIELDS = _common(queue_pb2.Delivery, "stop_ids", "prompt_texts", "logprobs", "prompt_logprobs")
 
 
-def _tools(stored: bytes) -> ToolUse | None:
-    if not stored:
+def _tools(raw: bytes) -> ToolUse | None:
+    if not raw:
         return None
-    use = orjson.loads(stored)
+    use = orjson.loads(raw)
     return ToolUse(
         use["format"], tuple(use["names"]), use["parallel"], use.get("forced", False), tuple(use.get("texts", ()))
     )
@@ -329,7 +329,7 @@ class Owner(Protocol):
     @property
     def has_others(self) -> bool: ...
 
-    def priority(self, requested: str) -> str:
+    def priority(self, name: str) -> str:
         """Return the class of a request that names one, or none. Raise ApiError(403)."""
         ...
 
@@ -350,7 +350,7 @@ class Arrival:
     priority: str
     content: int  # 0 before the body is read
     size_bytes: int
-    started: float  # time.monotonic()
+    start_s: float  # time.monotonic()
     ttft_slo_ms: int = 0  # 0 means none, here and below
     deadline_ms: int = 0
     min_tokens: int = 0
@@ -360,7 +360,7 @@ class Arrival:
     has_place: bool = False  # it was refused and told to come now
 
     @classmethod
-    def of(cls, body: dict[str, Any], raw: bytes, owner: Owner, started: float, may_exist: bool = False) -> Arrival:
+    def of(cls, body: dict[str, Any], raw: bytes, owner: Owner, start_s: float, may_exist: bool = False) -> Arrival:
         """Raise ApiError(403) for a class above the key's limit. raw: the bytes of the body."""
 
         def number(name: str) -> int:
@@ -374,7 +374,7 @@ class Arrival:
             owner.priority(named if isinstance(named, str) and named in CLASS_SHARES else ""),
             content_of(owner.tenant, raw) if raw else 0,
             len(raw),
-            started,
+            start_s,
             number("ttft_slo_ms"),
             number("deadline_ms"),
             number("min_tokens"),
@@ -398,17 +398,17 @@ class Arrival:
         return self.size_bytes // BODY_BYTES_PER_TOKEN + 1
 
 
-def backlog_full(priority: str, full: Full, awaited: str) -> ApiError:
-    """Return the 429 for a request of which as many wait as may. awaited: for what."""
+def backlog_full(priority: str, full: Full, resource: str) -> ApiError:
+    """Return the 429 for a request of which as many wait as may. resource: for what."""
     code, where = ("tenant_queue_full", "this tenant in ") if full.of_tenant else ("queue_full", "")
     text = (
-        f"queue full for {where}class {priority}: {full.held} of at most {full.most} {full.unit} are waiting for "
-        f"{awaited}; {RETRY}"
+        f"queue full for {where}class {priority}: {full.waiting_count} of at most {full.max_waiting} {full.unit} are "
+        f"waiting for {resource}; {RETRY}"
     )
     return ApiError(429, text, code=code, retry_after_s=full.wait_s)
 
 
-def expired(deadline_ms: int) -> ApiError:
+def deadline_error(deadline_ms: int) -> ApiError:
     text = f"deadline_ms: {deadline_ms} ms passed before the request was in the queue; {RETRY}"
     return ApiError(429, text, param="deadline_ms", code="deadline_unreachable", retry_after_s=1)
 
@@ -432,9 +432,9 @@ class Full(NamedTuple):
     """A bound of the backlog that is reached."""
 
     of_tenant: bool
-    unit: str  # of `held` and `most`: requests or bytes
-    held: int
-    most: int
+    unit: str  # of `waiting_count` and `max_waiting`: requests or bytes
+    waiting_count: int
+    max_waiting: int
     wait_s: float  # until there is room
 
 
@@ -461,7 +461,7 @@ class Backlog(Generic[W]):
     def __len__(self) -> int:
         return self._requests_of.total()
 
-    def most(self, share: float) -> int:
+    def max_waiting(self, share: float) -> int:
         """Return how many requests may wait when one enters that may fill `share` of the backlog."""
         return max(1, int(share * (self._requests or BACKLOG_REQUESTS)))
 
@@ -473,7 +473,7 @@ class Backlog(Generic[W]):
             ("", len(self), self._bytes, share),
             (tenant, self._requests_of[tenant], self._bytes_of[tenant], share * tenant_share),
         ):
-            most, most_bytes = self.most(part), int(part * BACKLOG_BYTES)
+            most, most_bytes = self.max_waiting(part), int(part * BACKLOG_BYTES)
             tenants = len(self._requests_of) if owner else 1
             if held >= most:
                 return Full(bool(owner), "requests", held, most, self._wait_s(tenants * (held - most + 1)))
@@ -544,13 +544,13 @@ class Backlog(Generic[W]):
 class Line(Backlog[W]):
     """Requests that wait in this process for one thing, each until its deadline or the longest wait of its class."""
 
-    def __init__(self, kind: type[W], awaited: str, a_call: int, tenant_share: float, max_wait_s: float) -> None:
-        """awaited: for errors. tenant_share: of those that wait, for one tenant beside others. max_wait_s: of class
+    def __init__(self, kind: type[W], resource: str, a_call: int, tenant_share: float, max_wait_s: float) -> None:
+        """resource: for errors. tenant_share: of those that wait, for one tenant beside others. max_wait_s: of class
         `realtime`; CLASS_SHARES of it for others; 0 means no limit.
         """
         super().__init__(TURN_REQUESTS, a_call)
         self._kind = kind
-        self._awaited = awaited
+        self._resource = resource
         self._tenant_share = tenant_share
         self._max_wait_s = max_wait_s
 
@@ -563,13 +563,13 @@ class Line(Backlog[W]):
         tenant_share = self._tenant_share if arrival.has_others else 1.0
         share = CLASS_SHARES[arrival.priority] * (1 + PLACES_SHARE if arrival.has_place else 1)
         if full := self.full(arrival.tenant, share, tenant_share, arrival.size_bytes):
-            raise backlog_full(arrival.priority, full, self._awaited)
+            raise backlog_full(arrival.priority, full, self._resource)
         limit_at, deadline_at = math.inf, math.inf
         longest_s = self._max_wait_s * CLASS_SHARES[arrival.priority]
         if longest_s and not (arrival.has_place or arrival.may_exist or arrival.sets_its_wait):
             limit_at = time.monotonic() + longest_s
         if arrival.deadline_ms and not arrival.may_exist:
-            deadline_at = arrival.started + arrival.deadline_ms / 1000
+            deadline_at = arrival.start_s + arrival.deadline_ms / 1000
         entry = self._kind(
             tenant=arrival.tenant,
             priority=CLASSES.index(arrival.priority),
@@ -589,9 +589,9 @@ class Line(Backlog[W]):
             if not entry.answer.cancelled() and (answer := entry.answer.result()) is not None:
                 return answer
             if deadline_at < limit_at:
-                raise expired(arrival.deadline_ms) from None
+                raise deadline_error(arrival.deadline_ms) from None
             limit = f"{longest_s:g} s, the limit of class {arrival.priority}"
-            text = f"overloaded: waited for {self._awaited} for {limit}; {RETRY}"
+            text = f"overloaded: waited for {self._resource} for {limit}; {RETRY}"
             raise ApiError(429, text, code="overloaded", retry_after_s=longest_s) from None
         finally:
             self.drop(entry)
@@ -618,14 +618,14 @@ async def until_deadline() -> AsyncIterator[None]:
     """
     arrival = ARRIVAL.get()
     has_deadline = arrival.deadline_ms and not arrival.may_exist
-    left_s = arrival.started + arrival.deadline_ms / 1000 - time.monotonic() if has_deadline else None
+    left_s = arrival.start_s + arrival.deadline_ms / 1000 - time.monotonic() if has_deadline else None
     try:
         async with asyncio.timeout(left_s) as limit:
             yield
     except TimeoutError:
         if not limit.expired():
             raise
-        raise expired(arrival.deadline_ms) from None
+        raise deadline_error(arrival.deadline_ms) from None
 
 
 class TenantThreads:
@@ -641,14 +641,14 @@ class TenantThreads:
         self,
         tenant_share: float = 1.0,
         max_wait_s: float = 0.0,
-        placed: Callable[[ApiError, Arrival], ApiError] = lambda refusal, _: refusal,
+        with_place: Callable[[ApiError, Arrival], ApiError] = lambda refusal, _: refusal,
     ) -> None:
-        """tenant_share, max_wait_s: as of Line. placed: gives a refusal the time of a place."""
+        """tenant_share, max_wait_s: as of Line. with_place: gives a refusal the time of a place."""
         self._pool = ThreadPoolExecutor(THREADS, "texts")
-        self._running: dict[Future[Any], str] = {}  # its tenant
+        self._tenants: dict[Future[Any], str] = {}  # its tenant
         self._threads_of: Counter[str] = Counter()  # by tenant, of what runs
         self._line: Line[Work] = Line(Work, "a thread for their texts", 1, tenant_share, max_wait_s)
-        self._placed = placed
+        self._with_place = with_place
         self._begun_at = 0.0  # the last work
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -665,28 +665,28 @@ class TenantThreads:
             async with until_deadline():
                 return await asyncio.wrap_future(begun)
         except ApiError as error:
-            raise self._placed(error, arrival) from error.__cause__
+            raise self._with_place(error, arrival) from error.__cause__
 
     def _has_thread(self, tenant: str) -> bool:
-        return THREADS - len(self._running) > self._threads_of[tenant]
+        return THREADS - len(self._tenants) > self._threads_of[tenant]
 
     def _submit(self, tenant: str, function: Callable[[], T]) -> Future[T]:
         """Begin work. Raise RuntimeError where no thread can be started."""
         work = self._pool.submit(function)
-        self._running[work] = tenant
+        self._tenants[work] = tenant
         self._threads_of[tenant] += 1
         self._begun_at = time.monotonic()
-        work.add_done_callback(partial(self._ended, asyncio.get_running_loop()))
+        work.add_done_callback(partial(self._on_end, asyncio.get_running_loop()))
         return work
 
     def _begin(self) -> None:
         """Give free threads to what waits."""
-        for ended in [work for work in self._running if work.done()]:
-            tenant = self._running.pop(ended)
+        for ended in [work for work in self._tenants if work.done()]:
+            tenant = self._tenants.pop(ended)
             self._threads_of[tenant] -= 1
             if not self._threads_of[tenant]:
                 del self._threads_of[tenant]
-        while self._line and len(self._running) < THREADS:
+        while self._line and len(self._tenants) < THREADS:
             batch, _ = self._line.take(now := time.monotonic(), self._has_thread)
             if not batch:
                 return
@@ -697,6 +697,6 @@ class TenantThreads:
             except RuntimeError as error:
                 next_work.answer.set_exception(error)
 
-    def _ended(self, loop: asyncio.AbstractEventLoop, _work: Future[Any]) -> None:
+    def _on_end(self, loop: asyncio.AbstractEventLoop, _work: Future[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and the process ends
             loop.call_soon_threadsafe(self._begin)

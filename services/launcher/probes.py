@@ -28,7 +28,7 @@ SERVING = ("ready", "asleep")
 class RedisProbe:
     """Ready when Redis answers: while it reads its file back it answers LOADING."""
 
-    awaited = ""
+    wait_reason = ""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -80,7 +80,7 @@ class SharedClient:
 class _TraceProbe:
     """Ready when a key of Redis has another value than before the start."""
 
-    awaited = ""
+    wait_reason = ""
 
     def __init__(self, client: Any, key: str) -> None:
         self._client = client
@@ -165,11 +165,11 @@ class GatewayProbe:
         self._tls = ssl._create_unverified_context() if tls else None  # noqa: S323
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._pending: http.client.HTTPConnection | None = None  # a request without its answer
-        self.awaited = ""
+        self.wait_reason = ""
         self._complete = False  # all models have been ready
 
     def arm(self) -> None:
-        self.awaited = ""
+        self.wait_reason = ""
         self._end()
 
     def ready(self) -> bool:
@@ -182,8 +182,8 @@ class GatewayProbe:
             answer = self._pending.getresponse()
             is_ready = answer.status == 200
             if not self._complete:
-                self.awaited = ", ".join(_late_models(answer.read(ANSWER_BYTES)))
-                self._complete = is_ready = is_ready and not self.awaited
+                self.wait_reason = ", ".join(_late_models(answer.read(ANSWER_BYTES)))
+                self._complete = is_ready = is_ready and not self.wait_reason
         except (OSError, http.client.HTTPException):
             is_ready = False
         self._end()

@@ -126,8 +126,8 @@ def _title(service: Service) -> str:
 
 def _doing(service: Service) -> str:
     """Return what a starting service does or waits for: the end of its log, unless its probe knows better."""
-    awaited = service.spec.probe.awaited if service.spec.probe else ""
-    return f"waiting for {awaited}" if awaited else last_line(service)
+    wait_reason = service.spec.probe.wait_reason if service.spec.probe else ""
+    return f"waiting for {wait_reason}" if wait_reason else last_line(service)
 
 
 def last_line(service: Service) -> str:

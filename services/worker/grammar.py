@@ -138,7 +138,7 @@ class Lane:
             question.masks.set_exception(error)
         else:
             count = len(masks)
-            question.forced = self.process.forced
+            question.forced = self.process.forced_tokens
             question.took_s = (time.monotonic() - began) / count
             question.masks.set_result(masks)
         limit_s = COSTLY_BEGIN_S if self.process.has_begun else COSTLY_MASK_S
@@ -181,7 +181,7 @@ class SlotGrammars:
 
     def figures(self) -> dict[str, int]:
         """Return counts since the start: fields of worker:{id}."""
-        return {"late_rows": self.late, "grammars_ended": sum(lane.process.ended for lane in self._lanes)}
+        return {"late_rows": self.late, "grammars_ended": sum(lane.process.end_count for lane in self._lanes)}
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Have `call` called for each grammar that took too much processor time or memory."""

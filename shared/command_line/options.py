@@ -47,17 +47,19 @@ def fields_of(*classes: type[BaseSettings]) -> dict[str, FieldInfo]:
     return fields
 
 
-def build(settings: type[S], values: Values, named: Callable[[str], str] = flag) -> S:
+def build(settings: type[S], values: Values, name_of: Callable[[str], str] = flag) -> S:
     """Return the settings of one service from its options in `values`, the environment and the defaults.
 
-    named: how an error calls the source of a field of `values`. Raise ConfigurationError naming the option or variable,
-    the value and the limit.
+    name_of: how an error calls the source of a field of `values`. Raise ConfigurationError naming the option or
+    variable, the value and the limit.
     """
     given = {name: value for name, value in values.items() if name in settings.model_fields}
     try:
         return settings(**given)
     except ValidationError as error:
-        raise ConfigurationError("; ".join(_explain(settings, item, given, named) for item in error.errors())) from None
+        raise ConfigurationError(
+            "; ".join(_explain(settings, item, given, name_of) for item in error.errors())
+        ) from None
 
 
 def source(settings: BaseSettings, name: str, values: Values) -> str:
@@ -102,7 +104,7 @@ def is_secret(field: FieldInfo) -> bool:
     return SecretStr in (get_args(field.annotation) or (field.annotation,))
 
 
-def _explain(settings: type[BaseSettings], item: Any, values: Values, named: Callable[[str], str]) -> str:
+def _explain(settings: type[BaseSettings], item: Any, values: Values, name_of: Callable[[str], str]) -> str:
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "string_pattern_mismatch":
         is_address = "http" in item["ctx"]["pattern"]
@@ -111,7 +113,7 @@ def _explain(settings: type[BaseSettings], item: Any, values: Values, named: Cal
     if not item["loc"]:
         return message
     name = str(item["loc"][0])
-    where = named(name) if name in values else env_name(name)
+    where = name_of(name) if name in values else env_name(name)
     field = settings.model_fields.get(name)
     value = HIDDEN if field is not None and is_secret(field) else str(hide_secrets(item["input"]))
     return f"{where}={value}: {message[0].lower()}{message[1:]}"

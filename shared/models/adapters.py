@@ -76,30 +76,30 @@ class Shape:
     outputs: int
 
 
-def parse_config(stored: bytes) -> AdapterConfig:
+def parse_config(raw: bytes) -> AdapterConfig:
     """Return what adapter_config.json says. Raise ModelError for an adapter that cannot be served."""
     try:
-        fields = json.loads(stored)
+        fields = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{CONFIG}: no JSON ({error}); save the adapter again") from error
     if not isinstance(fields, dict):
         raise ModelError(f"{CONFIG}: no JSON object; save the adapter again")
     if (kind := fields.get("peft_type", "LORA")) != "LORA":
-        raise _refused("peft_type", kind, "LORA is served")
+        raise _config_error("peft_type", kind, "LORA is served")
     for name, meaning in REFUSED.items():
         if value := fields.get(name):
-            raise _refused(name, value, f"{meaning} cannot be served")
+            raise _config_error(name, value, f"{meaning} cannot be served")
     if (bias := fields.get("bias", "none")) != "none":
-        raise _refused("bias", bias, "biases of the base cannot be changed, use none")
+        raise _config_error("bias", bias, "biases of the base cannot be changed, use none")
     if (start := fields.get("init_lora_weights", True)) not in PLAIN_STARTS:
-        raise _refused("init_lora_weights", start, "it changes the base; convert the adapter to plain LoRA")
+        raise _config_error("init_lora_weights", start, "it changes the base; convert the adapter to plain LoRA")
     if not isinstance(rslora := fields.get("use_rslora") or False, bool):
-        raise _refused("use_rslora", rslora, "true or false")
+        raise _config_error("use_rslora", rslora, "true or false")
     patterns = fields.get("alpha_pattern") or {}
     if not isinstance(patterns, dict) or len(patterns) > MAX_MODULES:
-        raise _refused("alpha_pattern", patterns, "an object of numbers by module")
+        raise _config_error("alpha_pattern", patterns, "an object of numbers by module")
     if wrong := next((name for name in patterns if not _PATTERN.fullmatch(name)), None):
-        raise _refused("alpha_pattern", wrong, "names of modules are served, no expressions")
+        raise _config_error("alpha_pattern", wrong, "names of modules are served, no expressions")
     alphas: dict[str, float] = {}
     for name, value in patterns.items():
         alpha = _number("alpha_pattern", value)
@@ -159,12 +159,12 @@ def check_dtypes(dtypes: Mapping[str, str]) -> None:
         raise ModelError(f"{WEIGHTS}: tensor {wrong[:200]} is {dtypes[wrong]}; save it as float32, bfloat16 or float16")
 
 
-def check_base(adapter: AdapterConfig, served: str) -> None:
-    """Raise ModelError where an adapter names another repository of the Hub than `served`. Either may be empty."""
-    if adapter.base and served and adapter.base.lower() != served.lower():  # as on the Hub, case is no difference
+def check_base(adapter: AdapterConfig, base: str) -> None:
+    """Raise ModelError where an adapter names another repository of the Hub than `base`. Either may be empty."""
+    if adapter.base and base and adapter.base.lower() != base.lower():  # as on the Hub, case is no difference
         raise ModelError(
-            f"{CONFIG}: base_model_name_or_path is {adapter.base}, the served model is {served}; load the adapter for "
-            f"{adapter.base}, with `model`, or write {served} there if it fits that model too"
+            f"{CONFIG}: base_model_name_or_path is {adapter.base}, the served model is {base}; load the adapter for "
+            f"{adapter.base}, with `model`, or write {base} there if it fits that model too"
         )
 
 
@@ -186,21 +186,21 @@ def check_layers(modules: Mapping[str, Shape], layers: int) -> None:
             raise ModelError(f"{WEIGHTS}: {module}: the served model has {layers} layers; {OTHER_BASE}")
 
 
-def check_modules(modules: Mapping[str, Shape], stored: Mapping[str, tuple[int, ...]]) -> None:
+def check_modules(modules: Mapping[str, Shape], base_shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ModelError for a module of a layer that the base lacks, or has with another shape.
 
-    stored: shapes of the base's tensors by name. Names of tensors and modules may begin differently, so they are
+    base_shapes: shapes of the base's tensors by name. Names of tensors and modules may begin differently, so they are
     compared from the layer on; towers of images have layers with the same numbers, so any of the shapes may fit. A
     matrix that is quantized has no shape to compare, and GPT-2's are transposed.
     """
-    if not stored:
+    if not base_shapes:
         return
     by_module: dict[str, list[tuple[int, ...]]] = {}  # shapes of weights by the module from its layer on
-    for name, shape in stored.items():
+    for name, shape in base_shapes.items():
         module, _, rest = name.rpartition(".")
-        shapes = by_module.setdefault(_from_layer(module), [])
+        module_shapes = by_module.setdefault(_from_layer(module), [])
         if rest == "weight" and len(shape) == 2:
-            shapes.append(shape)
+            module_shapes.append(shape)
     for module, adapted in modules.items():
         if (weights := by_module.get(_from_layer(module))) is None:
             raise ModelError(f"{WEIGHTS}: {module}: the served model has no such module; {OTHER_BASE}")
@@ -274,9 +274,9 @@ def _repository(base: object) -> str:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e6:  # NaN is in no range
-        raise _refused(name, value, "a number from 0 to 1000000")
+        raise _config_error(name, value, "a number from 0 to 1000000")
     return float(value)
 
 
-def _refused(name: str, value: Any, why: str) -> ModelError:
-    return ModelError(f"{CONFIG}: {name} is {json.dumps(value, default=str)[:100]}; {why}")
+def _config_error(name: str, value: Any, problem: str) -> ModelError:
+    return ModelError(f"{CONFIG}: {name} is {json.dumps(value, default=str)[:100]}; {problem}")

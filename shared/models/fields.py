@@ -24,7 +24,7 @@ class Fields:
     """
 
     raw: Mapping[str, Any]
-    where: str  # the file, for errors
+    source: str  # the file, for errors
     field_names: Mapping[str, str] = field(default_factory=dict)
     remedy: str = ""
 
@@ -32,33 +32,33 @@ class Fields:
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             wanted = f"a positive integer up to {most}" if least == 1 else f"an integer from {least} to {most}"
-            raise self._refused(key, value, wanted)
+            raise self._type_error(key, value, wanted)
         return value
 
     def number(self, key: str, least: float, most: float, default: float | None = None) -> float:
         value = self._value(key, default)
         # NaN is in no range.
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-            raise self._refused(key, value, f"a number from {least:g} to {most:g}")
+            raise self._type_error(key, value, f"a number from {least:g} to {most:g}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise self._refused(key, value, "true or false")
+            raise self._type_error(key, value, "true or false")
         return value
 
     def text(self, key: str, default: str) -> str:
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise self._refused(key, value, "a string")
+            raise self._type_error(key, value, "a string")
         return value
 
     def fields(self, key: str) -> dict[str, Any]:
         """Return an object; empty when there is none."""
         value = self._value(key, {})
         if not isinstance(value, dict):
-            raise self._refused(key, value, "an object")
+            raise self._type_error(key, value, "an object")
         return value
 
     def name(self, key: str) -> str:
@@ -70,11 +70,11 @@ class Fields:
         value = self.raw.get(key)
         value = default if value is None else value
         if value is None:
-            raise ModelError(f"{self.where}: {self.name(key)} is missing{self._remedy}")
+            raise ModelError(f"{self.source}: {self.name(key)} is missing{self._remedy}")
         return value
 
-    def _refused(self, key: str, value: Any, wanted: str) -> ModelError:
-        return ModelError(f"{self.where}: {self.name(key)} is {quote(value, 60)}, expected {wanted}{self._remedy}")
+    def _type_error(self, key: str, value: Any, expected: str) -> ModelError:
+        return ModelError(f"{self.source}: {self.name(key)} is {quote(value, 60)}, expected {expected}{self._remedy}")
 
     @property
     def _remedy(self) -> str:

@@ -191,15 +191,15 @@ def _is_tag(name: str) -> bool:
         return False
 
 
-def check_names(where: object, models: Iterable[tuple[str, Sequence[str]]]) -> None:
-    """Raise ConfigurationError for a name that means two models. models: names and aliases; where: their source."""
+def check_names(source: object, models: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """Raise ConfigurationError for a name that means two models. models: names and aliases; source: their source."""
     owners: dict[str, str] = {}
     tags: dict[str, str] = {}
     for model, aliases in models:
         tag = hash_tag(model)
         if tags.setdefault(tag, model) != model:
-            raise ConfigurationError(f"{where}: models {tags[tag]!r} and {model!r} have one tag; rename one")
+            raise ConfigurationError(f"{source}: models {tags[tag]!r} and {model!r} have one tag; rename one")
         for name in (model, *aliases):
             if owner := owners.get(name):
-                raise ConfigurationError(f"{where}: {name!r} names both {owner!r} and {model!r}; drop one of them")
+                raise ConfigurationError(f"{source}: {name!r} names both {owner!r} and {model!r}; drop one of them")
             owners[name] = model

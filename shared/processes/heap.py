@@ -18,7 +18,7 @@ one: ten million new objects, where Python's 700, 10 and 10 make it 70,000.
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def freeze_imports() -> Iterator[None]:
     """Import a service within the block without collections, and take what it made out of all later ones: nearly all of
     it stays, and looking it over again and again takes a fifth of the time of an import of torch.
     """

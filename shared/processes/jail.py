@@ -45,13 +45,13 @@ class Jail:
         answer_bytes: at most of one.
         """
         self._module = module
-        self._first = first
+        self._first_message = first
         self._timeout_s = timeout_s
         self._answer_bytes = answer_bytes
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
-        self._end: weakref.finalize[..., Any] = weakref.finalize(self, _nothing)
+        self._end: weakref.finalize[..., Any] = weakref.finalize(self, _do_nothing)
 
     @property
     def pid(self) -> int | None:
@@ -62,7 +62,7 @@ class Jail:
         """Start the process before its first question. Raise JailError."""
         with self._lock:
             try:
-                self._connected()
+                self._require_connection()
             except OSError as error:
                 self._end()
                 raise JailError(f"did not start: {error}") from error
@@ -71,7 +71,7 @@ class Jail:
         """Return the answer to one question. Raise JailError."""
         with self._lock:
             try:
-                connection = self._connected()
+                connection = self._require_connection()
                 if timeout_s is not None:
                     _set_timeout(connection, timeout_s)
                 connection.send_bytes(payload)
@@ -91,7 +91,7 @@ class Jail:
         with self._lock:
             self._end()
 
-    def _connected(self) -> Connection:
+    def _require_connection(self) -> Connection:
         if self.connection is not None and self.pid is not None:
             return self.connection
         self._end()
@@ -104,7 +104,7 @@ class Jail:
         self.connection = Connection(ours.detach())
         _set_timeout(self.connection, self._timeout_s)
         self._end = weakref.finalize(self, _stop, self._process, self.connection)
-        self.connection.send_bytes(self._first)
+        self.connection.send_bytes(self._first_message)
         return self.connection
 
 
@@ -185,5 +185,5 @@ def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:
         process.wait()
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """There is no process yet."""

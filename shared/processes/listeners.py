@@ -22,19 +22,19 @@ SOCKETS = "SUPERVISOR_SOCKETS"
 """The environment variable that names the sockets of a supervisor: `port=5,ops port=6`, by file descriptor."""
 
 
-def listen(host: str, port: int, what: str) -> socket.socket:
+def listen(host: str, port: int, name: str) -> socket.socket:
     """Return the supervisor's listening socket of this name, else a new one.
 
     Raise ConfigurationError that names the port and the remedy.
     """
-    return _inherited(what) or _bound(host, port, what, listening=True)
+    return _inherit(name) or _bind(host, port, name, listens=True)
 
 
-def reserve(host: str, port: int, what: str) -> socket.socket:
+def reserve(host: str, port: int, name: str) -> socket.socket:
     """Return a socket that accepts no connection and keeps its port for listeners with SO_REUSEPORT. That option alone
     would let a second gateway of the same user share the port unnoticed. Raise ConfigurationError.
     """
-    held = _bound(host, port, what, listening=False)  # fails where any program listens, shared or not
+    held = _bind(host, port, name, listens=False)  # fails where any program listens, shared or not
     # A bind without SO_REUSEPORT conflicts with it from now on, one with it does not.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -46,24 +46,24 @@ def handed_on(sockets: Mapping[str, socket.socket]) -> dict[str, str]:
     return {SOCKETS: ",".join(f"{name}={held.fileno()}" for name, held in sockets.items())}
 
 
-def _inherited(what: str) -> socket.socket | None:
+def _inherit(name: str) -> socket.socket | None:
     named = dict(item.partition("=")[::2] for item in os.environ.get(SOCKETS, "").split(",") if item)
-    descriptor = named.get(what, "")
+    descriptor = named.get(name, "")
     if not descriptor:
         return None
     try:
         held = socket.socket(fileno=int(descriptor))
         listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{SOCKETS}: {what}={descriptor}: {error}; unset it to open the port anew") from error
+        raise ConfigurationError(f"{SOCKETS}: {name}={descriptor}: {error}; unset it to open the port anew") from error
     if not listens:
         held.detach()
-        raise ConfigurationError(f"{SOCKETS}: {what}={descriptor}: does not listen; unset it to open the port anew")
+        raise ConfigurationError(f"{SOCKETS}: {name}={descriptor}: does not listen; unset it to open the port anew")
     held.setblocking(False)
     return held
 
 
-def _bound(host: str, port: int, what: str, listening: bool) -> socket.socket:
+def _bind(host: str, port: int, name: str, listens: bool) -> socket.socket:
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -73,13 +73,13 @@ def _bound(host: str, port: int, what: str, listening: bool) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
-        if listening:
+        if listens:
             listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigurationError(
-                f"{what} {port} on {host} is in use; stop what uses it or choose another"
+                f"{name} {port} on {host} is in use; stop what uses it or choose another"
             ) from error
         raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
     listener.setblocking(False)

@@ -50,10 +50,10 @@ async def beat() -> None:
 class Probe(Protocol):
     """Look whether a service works. Called from the thread that starts and probes, so it must answer within a second.
 
-    awaited: what a process that starts waits for, in a few words; empty when its log tells.
+    wait_reason: what a process that starts waits for, in a few words; empty when its log tells.
     """
 
-    awaited: str
+    wait_reason: str
 
     def arm(self) -> None:
         """Note what the process before has left; called before each start."""
@@ -145,11 +145,11 @@ class Service:
         self._heard_at, self._hung_at = time.monotonic(), 0.0
         self.state = "starting"
 
-    def _open_pipe(self, held: contextlib.ExitStack) -> int:
-        """Return the end of a new pipe for the process; `held` closes it here."""
+    def _open_pipe(self, stack: contextlib.ExitStack) -> int:
+        """Return the end of a new pipe for the process; `stack` closes it here."""
         self._close_pipe()
         self.pipe, beats = os.pipe()
-        held.callback(os.close, beats)
+        stack.callback(os.close, beats)
         for end in (self.pipe, beats):
             os.set_blocking(end, False)
         return beats
@@ -262,7 +262,7 @@ class Supervisor:
     ) -> None:
         """signals: those that `on_signal` gets. guard: for all services, as on systems other than Linux."""
         self.services = list(services)
-        self.stopping = False
+        self.is_stopping = False
         """Once set, nothing is started again."""
         self.tick_s = 1.0
         """Longest pause between two calls of `on_tick`."""
@@ -328,14 +328,14 @@ class Supervisor:
         """Let `run` stop all and return."""
         self._exit_code = code
 
-    def restart(self, service: Service, how: str, now: float, show_log: bool = True) -> None:
-        """Start a service again after a pause, which grows with each end of it. how: `died (exit code 3)`."""
+    def restart(self, service: Service, reason: str, now: float, show_log: bool = True) -> None:
+        """Start a service again after a pause, which grows with each end of it. reason: `died (exit code 3)`."""
         ready_s = None if service.ready_at is None else now - service.ready_at
         service.deaths = self._backoff.with_death(service.deaths, now, ready_s)
         delay_s = self._backoff.delay_s(len(service.deaths))
         service.start_at, service.state, service.ready_at = now + delay_s, "backoff", None
         self.on_change()
-        self.say(f"{service.name} {how}; restart in {delay_s:.1f} s", "warning")
+        self.say(f"{service.name} {reason}; restart in {delay_s:.1f} s", "warning")
         for line in service.tail() if show_log else ():
             self.say(f"  {service.name} | {line}", "log")
         if len(service.deaths) == self._backoff.loop:
@@ -366,7 +366,7 @@ class Supervisor:
                 self.on_exit(service, code, now)
             if self._exit_code is not None:
                 return
-        if not self.stopping:
+        if not self.is_stopping:
             for service in self.services:
                 self._start_if_due(service, now)
         if now >= self._next_probe:

@@ -52,9 +52,9 @@ class KeyRecord:
         return orjson.dumps({name: value for name, value in fields.items() if value or name not in ("scope", "models")})
 
     @classmethod
-    def decode(cls, stored: bytes) -> KeyRecord:
-        """Return the record in `stored`. Raises ValueError or TypeError if it is not a record."""
-        record = cls(**orjson.loads(stored))
+    def decode(cls, raw: bytes) -> KeyRecord:
+        """Return the record in `raw`. Raises ValueError or TypeError if it is not a record."""
+        record = cls(**orjson.loads(raw))
         kinds = {"str": str, "int": int}
         if not all(type(getattr(record, field.name)) is kinds[str(field.type)] for field in fields(cls)):
             raise TypeError("key record: a field has the wrong type")
@@ -96,7 +96,7 @@ def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
 
 
-def refused(reason: str, has_key: bool) -> str:
+def describe_refusal(reason: str, has_key: bool) -> str:
     """Return the line of a client that a server refused (401): the server's reason, and the options of our commands."""
     problem = reason.partition("; send it as")[0]  # a header is of no use to a command
     printable = "".join(char if char.isprintable() else "?" for char in problem[:200])

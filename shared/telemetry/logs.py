@@ -14,7 +14,7 @@ MODEL = "LOG_MODEL"
 """The environment variable with the model of a process that shares its output with those of other models."""
 
 
-def _escaped(char: str) -> str:
+def _escape(char: str) -> str:
     """Return a character as in a string of Python."""
     return char.encode("unicode_escape").decode()
 
@@ -34,11 +34,11 @@ class _Text(logging.Formatter):
         return "\n".join(map(_printable, super().formatException(ei).split("\n")))
 
 
-def _printable(text: str, escaped: Callable[[str], str] = _escaped) -> str:
+def _printable(text: str, escape: Callable[[str], str] = _escape) -> str:
     """Return text with escapes in place of what cannot be printed."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else escaped(char) for char in text)
+    return "".join(char if char.isprintable() else escape(char) for char in text)
 
 
 class _Json(logging.Formatter):

@@ -50,21 +50,21 @@ class ColumnHistogram:
         self._bound_texts = [*(str(float(bound)) for bound in bounds), "+Inf"]
         self._counts = np.zeros((len(self._names), len(bounds) + 1), np.int64)
         self._sums = np.zeros(len(self._names))
-        self._pending: list[list[npt.NDArray[Any] | float]] = [[] for _ in self._names]
+        self._pending_columns: list[list[npt.NDArray[Any] | float]] = [[] for _ in self._names]
 
     def observe(self, values: npt.NDArray[Any] | float, series: int = 0) -> None:
         """Add a value or a column of values to the pending ones."""
-        pending = self._pending[series]
+        pending = self._pending_columns[series]
         pending.append(values)
         if len(pending) >= PENDING_COLUMNS:
             self.settle()
 
     def settle(self) -> None:
         """Count the pending values."""
-        for series, pending in enumerate(self._pending):
+        for series, pending in enumerate(self._pending_columns):
             if not pending:
                 continue
-            self._pending[series] = []
+            self._pending_columns[series] = []
             column = np.concatenate([np.atleast_1d(values) for values in pending])
             places = np.searchsorted(self._bounds, column, side="left")
             self._counts[series] += np.bincount(places, minlength=self._counts.shape[1])
@@ -117,9 +117,9 @@ class Aliases(Collector):
             for family in source.collect():
                 for alias in self._aliases:
                     if alias.source == family.name:
-                        yield self._renamed(family, alias)
+                        yield self._rename(family, alias)
 
-    def _renamed(self, family: Metric, alias: Alias) -> Metric:
+    def _rename(self, family: Metric, alias: Alias) -> Metric:
         sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         for sample in family.samples:
             if sample.name.endswith("_created"):

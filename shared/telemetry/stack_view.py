@@ -156,9 +156,9 @@ class StackReader:
                 return columns
             first = "(" + _text(rows[-1][0])
 
-    async def _workers(self, seen: Sequence[Any], beating: Mapping[Any, bytes], now_ms: int) -> list[View]:
+    async def _workers(self, members: Sequence[Any], heartbeats: Mapping[Any, bytes], now_ms: int) -> list[View]:
         """Return the workers of the last minute; `alive` is whether a worker still renews its record."""
-        names = [(_text(name), float(score)) for name, score in seen]
+        names = [(_text(name), float(score)) for name, score in members]
         pipe = self._redis.pipeline(transaction=False)
         for name, _ in names:
             pipe.hgetall(self._keys.worker(name))
@@ -173,7 +173,7 @@ class StackReader:
                 "id": name,
                 "alive": bool(record),
                 "seen_s": max(0.0, round((now_ms - at) / 1000, 1)),
-                "last_step": _value(beating.get(("worker", name), b"0")),
+                "last_step": _value(heartbeats.get(("worker", name), b"0")),
             }
             for (name, at), record in zip(names, records, strict=True)
         ]

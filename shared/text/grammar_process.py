@@ -67,19 +67,19 @@ class GrammarProcess:
         limits = {"seconds": QUESTION_S, "bytes": memory_bytes, "yields_to_all": yields_to_all}
         first = json.dumps({"model": str(model.resolve()), "vocab": vocab_size, **limits}).encode()
         self._memory_bytes = memory_bytes
-        self.ended = 0
+        self.end_count = 0
         """Sequences and grammars that took too much processor time or memory."""
         self.spent_s = 0.0
         """Processor time of the last masks; of those that ended the process its limit."""
         self.has_begun = False
         """The last masks were the far end's first ones of their sequence, which had the grammar to compile."""
-        self.forced: list[list[int]] = []
+        self.forced_tokens: list[list[int]] = []
         """At the place of each of the last masks, tokens of the text that the grammar forces there, if any.
 
         Only at the last place: before it the guesses are such tokens. All but the first are only likely to come.
         """
         self.on_ended: Callable[[], object] = lambda: None
-        self._fed: dict[int, int] = {}  # outputs that the far end has taken, by key
+        self._fed_tokens: dict[int, int] = {}  # outputs that the far end has taken, by key
         self._forgotten: list[int] = []
         self.jail = Jail("shared.text.grammar_process", first, PATIENCE * QUESTION_S, MOST_ANSWER_BYTES)
 
@@ -96,8 +96,8 @@ class GrammarProcess:
         be missing: behind one that the grammar forbids, and where they would take long. A process that was started
         again is given all of the outputs.
         """
-        self.spent_s, self.has_begun, self.forced = 0.0, False, []
-        fed = self._fed.get(key)
+        self.spent_s, self.has_begun, self.forced_tokens = 0.0, False, []
+        fed = self._fed_tokens.get(key)
         answer = UNKNOWN if fed is None else self._ask(GO_ON, key, outputs[fed:], guesses)
         if answer == UNKNOWN:
             self.has_begun = True
@@ -105,13 +105,13 @@ class GrammarProcess:
         if answer[:1] == ENDED:
             self._count_ended()
         _raise(answer)
-        self._fed[key] = len(outputs)
-        masks, self.forced = read_masks(answer[1:])
+        self._fed_tokens[key] = len(outputs)
+        masks, self.forced_tokens = read_masks(answer[1:])
         return masks
 
     def forget(self, key: int) -> None:
         """Let the far end drop a sequence with the next question."""
-        if self._fed.pop(key, None) is not None:
+        if self._fed_tokens.pop(key, None) is not None:
             self._forgotten.append(key)
 
     def close(self) -> None:
@@ -135,15 +135,15 @@ class GrammarProcess:
             if error.signal in (0, signal.SIGKILL):  # no answer in time, no process, or the machine's memory
                 raise
             self.spent_s = QUESTION_S
-            raise self._ended(error) from error
+            raise self._end_error(error) from error
         self.spent_s += SPENT.unpack_from(answer)[0]
         return answer[SPENT.size :]
 
     def _count_ended(self) -> None:
-        self.ended += 1
+        self.end_count += 1
         self.on_ended()
 
-    def _ended(self, error: JailError) -> GrammarEndedError:
+    def _end_error(self, error: JailError) -> GrammarEndedError:
         self._count_ended()
         log.warning("the process of grammars %s over one; that one is refused", error)
         return GrammarEndedError(
@@ -181,10 +181,10 @@ class Followed:
         self._grammars = grammars
         self._kept_bytes = kept_bytes
         self._matchers: dict[int, tuple[str, LLMatcher, list[int]]] = {}
-        self._ended: dict[int, str] = {}  # sequences of grammars that ended in a question of another one: why
+        self._end_reasons: dict[int, str] = {}  # sequences of grammars that ended in a question of another one: why
         self._sizes: dict[str, int] = {}  # bytes by grammar, of those with a sequence or in the cache
-        self._used, self._trim = allocator()
-        self._until = 0.0  # processor time of the process from which on no guess is followed
+        self._allocated_bytes, self._trim = allocator()
+        self._guess_deadline_s = 0.0  # processor time of the process from which on no guess is followed
 
     def answer(self, question: bytes) -> bytes:
         """Return the answer without its first letter. Raise KeyError for an unknown sequence, or GrammarError."""
@@ -192,19 +192,19 @@ class Followed:
         tokens = np.frombuffer(question, "<i4", count + guessed, HEAD.size).tolist()
         end = HEAD.size + 4 * len(tokens)
         for gone in np.frombuffer(question, "<u8", forgotten, end).tolist():
-            self._ended.pop(gone, None)
+            self._end_reasons.pop(gone, None)
             self._leave(gone)
         grammar = question[end + 8 * forgotten :].decode()
         if kind == CHECK:
             self._grammars.fresh(grammar)
             return b""
-        if key in self._ended:
-            raise GrammarEndedError(self._ended.pop(key))
-        before = self._used()
+        if key in self._end_reasons:
+            raise GrammarEndedError(self._end_reasons.pop(key))
+        before = self._allocated_bytes()
         try:
             if kind == BEGIN:
                 self._matchers[key] = grammar, self._grammars.matcher(grammar), []
-            self._until = time.process_time() + LOOK_AHEAD_S
+            self._guess_deadline_s = time.process_time() + LOOK_AHEAD_S
             grammar = self._matchers[key][0]
             masks = [self._advance(key, tokens[:count])]
             forced = self._look_ahead(key, tokens[count:], masks)
@@ -213,19 +213,19 @@ class Followed:
             raise
         finally:
             if grammar:
-                self._sizes[grammar] = self._sizes.get(grammar, 0) + max(0, self._used() - before)
+                self._sizes[grammar] = self._sizes.get(grammar, 0) + max(0, self._allocated_bytes() - before)
         self._keep_within()
         if key not in self._matchers:
-            raise GrammarEndedError(self._ended.pop(key))
+            raise GrammarEndedError(self._end_reasons.pop(key))
         counts, ids = [len(some) for some in forced], [token for some in forced for token in some]
         return COUNT.pack(len(masks)) + np.array(counts + ids, "<i4").tobytes() + b"".join(masks)
 
     def _leave(self, key: int) -> None:
         """Drop a sequence."""
-        before = self._used()
+        before = self._allocated_bytes()
         grammar = self._matchers.pop(key, ("",))[0]
         if grammar in self._sizes:
-            self._sizes[grammar] = max(0, self._sizes[grammar] - max(0, before - self._used()))
+            self._sizes[grammar] = max(0, self._sizes[grammar] - max(0, before - self._allocated_bytes()))
         if len(self._sizes) > 2 * (len(self._matchers) + 64):
             self._forget_sizes()
 
@@ -240,10 +240,10 @@ class Followed:
 
         Those that only the cache keeps go first.
         """
-        if self._used() <= self._kept_bytes:
+        if self._allocated_bytes() <= self._kept_bytes:
             return
         self._forget_sizes()
-        while self._sizes and (used := self._used()) > self._kept_bytes:
+        while self._sizes and (used := self._allocated_bytes()) > self._kept_bytes:
             followed = {grammar for grammar, _, _ in self._matchers.values()}
             unused = self._sizes.keys() - followed
             largest = max(unused or followed & self._sizes.keys(), key=self._sizes.__getitem__)
@@ -255,7 +255,7 @@ class Followed:
             self._grammars.forget(largest)
             for key in [key for key, (grammar, _, _) in self._matchers.items() if grammar == largest]:
                 del self._matchers[key]
-                self._ended[key] = why
+                self._end_reasons[key] = why
         self._trim()
 
     def _advance(self, key: int, outputs: list[int]) -> bytes:
@@ -282,13 +282,13 @@ class Followed:
             return forced
         matcher = self._matchers[key][1].deep_copy()
         for guess in guesses[: MOST_ANSWER_BYTES // (len(masks[0]) + 4 * MOST_FORCED) - 2]:
-            if matcher.is_stopped() or not allows(masks[-1], guess) or time.process_time() > self._until:
+            if matcher.is_stopped() or not allows(masks[-1], guess) or time.process_time() > self._guess_deadline_s:
                 break
             if not (mask := self._mask(matcher, [guess])):
                 return forced  # what failed is met again when the guess has come true
             masks.append(mask)
             forced.append([])
-        if _allows_one(masks[-1]) and not matcher.is_stopped() and time.process_time() <= self._until:
+        if _allows_one(masks[-1]) and not matcher.is_stopped() and time.process_time() <= self._guess_deadline_s:
             forced[-1] = matcher.compute_ff_tokens()[:MOST_FORCED]  # of the text that the mask was computed with
         return forced
 
@@ -308,10 +308,10 @@ def _allows_one(mask: bytes) -> bool:
     return int.from_bytes(mask, "little").bit_count() == 1
 
 
-def reply_to(followed: Followed, question: bytes) -> bytes:
+def reply_to(grammars: Followed, question: bytes) -> bytes:
     """Return the frame that answers a question."""
     try:
-        return TAKEN + followed.answer(question)
+        return TAKEN + grammars.answer(question)
     except KeyError:
         return UNKNOWN
     except NoGrammarsError as error:
@@ -330,7 +330,7 @@ def main() -> int:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process: a handler would wait for llguidance to return
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         settings = json.loads(connection.recv_bytes(1 << 20))
-        followed = Followed(_opened(settings), int(KEPT_SHARE * settings["bytes"]))
+        followed = Followed(_open(settings), int(KEPT_SHARE * settings["bytes"]))
         yield_to_others(settings["yields_to_all"])
         confine(settings["bytes"])
         while True:
@@ -343,7 +343,7 @@ def main() -> int:
     return 0
 
 
-def _opened(settings: dict[str, Any]) -> Grammars:
+def _open(settings: dict[str, Any]) -> Grammars:
     grammars = Grammars(Path(settings["model"]), settings["vocab"])
     with contextlib.suppress(NoGrammarsError):  # said again at each question
         grammars.prepare()

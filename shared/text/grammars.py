@@ -75,7 +75,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._unavailable = ""
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
         self._kept_bytes = 0
 
     @property
@@ -90,17 +90,17 @@ class Grammars:
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher at the start of a grammar, for this caller only. Raises GrammarError."""
         with self._lock:
-            kept = self._kept.get(grammar)
+            kept = self._matchers.get(grammar)
             if kept is not None:
-                self._kept.move_to_end(grammar)
+                self._matchers.move_to_end(grammar)
                 return kept.deep_copy()
         compiled = self.fresh(grammar)
         with self._lock:
-            if grammar not in self._kept:
-                self._kept[grammar] = compiled
+            if grammar not in self._matchers:
+                self._matchers[grammar] = compiled
                 self._kept_bytes += _bytes_of(grammar)
             while self._kept_bytes > CACHE_BYTES:
-                oldest, _ = self._kept.popitem(last=False)
+                oldest, _ = self._matchers.popitem(last=False)
                 self._kept_bytes -= _bytes_of(oldest)
         return compiled.deep_copy()
 
@@ -127,12 +127,12 @@ class Grammars:
     def keeps(self, grammar: str) -> bool:
         """Return whether a grammar is in the cache."""
         with self._lock:
-            return grammar in self._kept
+            return grammar in self._matchers
 
     def forget(self, grammar: str) -> None:
         """Drop a grammar from the cache, after the states of its lexer are used up."""
         with self._lock:
-            if self._kept.pop(grammar, None) is not None:
+            if self._matchers.pop(grammar, None) is not None:
                 self._kept_bytes -= _bytes_of(grammar)
 
     def _read_tokenizer(self) -> LLTokenizer:

@@ -27,70 +27,70 @@ Columns = npt.NDArray[np.generic]
 class TokenLogprobs:
     """The log-probabilities of one token; `best` holds (id, log-probability), the most likely first."""
 
-    sampled: float
+    sampled_logprob: float
     best: list[tuple[int, float]]
 
 
-def record_bytes(wanted: int) -> int:
+def record_bytes(logprob_count: int) -> int:
     """Return the size of one token's record in bytes; 0 without log-probabilities.
 
     >>> [record_bytes(wanted) for wanted in (0, 1, 6)]
     [0, 4, 44]
     """
-    return 4 * (2 * wanted - 1) if wanted else 0
+    return 4 * (2 * logprob_count - 1) if logprob_count else 0
 
 
-def prompt_record_bytes(wanted: int) -> int:
+def prompt_record_bytes(logprob_count: int) -> int:
     """Return the size of one prompt token's record in bytes; 0 without log-probabilities.
 
     >>> [prompt_record_bytes(wanted) for wanted in (0, 1, 6)]
     [0, 8, 48]
     """
-    return record_bytes(wanted) + 4 if wanted else 0
+    return record_bytes(logprob_count) + 4 if logprob_count else 0
 
 
-def wrong_number(wanted: int, name: str = "logprobs") -> str:
+def wrong_number(logprob_count: int, name: str = "logprobs") -> str:
     """Return the problem of a request's number of tokens; empty if there is none."""
-    if wanted <= MOST + 1:
+    if logprob_count <= MOST + 1:
         return ""
-    return f"{name}: {wanted - 1} tokens besides the sampled one; ask for at most {MOST}"
+    return f"{name}: {logprob_count - 1} tokens besides the sampled one; ask for at most {MOST}"
 
 
-def pack_record(sampled: float, ids: Columns, logprobs: Columns) -> bytes:
+def pack_record(sampled_logprob: float, ids: Columns, logprobs: Columns) -> bytes:
     """Return the record of one token. ids, logprobs: [k], in any order."""
     order = np.lexsort((ids, -logprobs.astype(np.float32)))
     return b"".join(
         (
-            np.float32(sampled).astype("<f4").tobytes(),
+            np.float32(sampled_logprob).astype("<f4").tobytes(),
             ids[order].astype("<i4").tobytes(),
             logprobs[order].astype("<f4").tobytes(),
         )
     )
 
 
-def unpack_records(records: bytes, wanted: int) -> list[TokenLogprobs]:
+def unpack_records(records: bytes, logprob_count: int) -> list[TokenLogprobs]:
     """Return the log-probabilities of consecutive records. Raises ValueError if the last record is incomplete."""
     if not records:
         return []
-    rows = np.frombuffer(records, np.uint8).reshape(-1, record_bytes(wanted))
+    rows = np.frombuffer(records, np.uint8).reshape(-1, record_bytes(logprob_count))
     sampled: Float32 = rows[:, :4].copy().view("<f4")[:, 0]
-    ids: Int32 = rows[:, 4 : 4 * wanted].copy().view("<i4")
-    best: Float32 = rows[:, 4 * wanted :].copy().view("<f4")
+    ids: Int32 = rows[:, 4 : 4 * logprob_count].copy().view("<i4")
+    best: Float32 = rows[:, 4 * logprob_count :].copy().view("<f4")
     return [
         TokenLogprobs(logprob, [pair for pair in zip(row, values, strict=True) if pair[0] >= 0])
         for logprob, row, values in zip(sampled.tolist(), ids.tolist(), best.tolist(), strict=True)
     ]
 
 
-def check_records(records: bytes, wanted: int, vocab_size: int) -> None:
+def check_records(records: bytes, logprob_count: int, vocab_size: int) -> None:
     """Raise ValueError for records with an id outside the vocabulary, or with a number that is no log-probability."""
     if not records:
         return
-    rows = np.frombuffer(records, np.uint8).reshape(-1, record_bytes(wanted))
-    ids: Int32 = rows[:, 4 : 4 * wanted].copy().view("<i4")
+    rows = np.frombuffer(records, np.uint8).reshape(-1, record_bytes(logprob_count))
+    ids: Int32 = rows[:, 4 : 4 * logprob_count].copy().view("<i4")
     if ids.size and not -1 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(f"log-probabilities: ids {ids.min()} to {ids.max()}, and a vocabulary of {vocab_size}")
-    values = np.concatenate([rows[:, :4], rows[:, 4 * wanted :]], 1).view("<f4")
+    values = np.concatenate([rows[:, :4], rows[:, 4 * logprob_count :]], 1).view("<f4")
     if not (values < np.inf).all():  # NaN is not, either
         raise ValueError("log-probabilities: a number that is none")
 
@@ -107,13 +107,13 @@ def pack_prompt_records(logprobs: Float32, ranks: Int32, ids: Int32, best: Float
     return np.concatenate(columns, 1).tobytes()
 
 
-def unpack_prompt_records(records: bytes, wanted: int) -> list[tuple[int, TokenLogprobs]]:
+def unpack_prompt_records(records: bytes, logprob_count: int) -> list[tuple[int, TokenLogprobs]]:
     """Return rank and log-probabilities of consecutive prompt records. Raises ValueError if the last is incomplete."""
     if not records:
         return []
-    rows = np.frombuffer(records, np.uint8).reshape(-1, prompt_record_bytes(wanted))
+    rows = np.frombuffer(records, np.uint8).reshape(-1, prompt_record_bytes(logprob_count))
     ranks: Int32 = rows[:, :4].copy().view("<i4")[:, 0]
-    return list(zip(ranks.tolist(), unpack_records(rows[:, 4:].tobytes(), wanted), strict=True))
+    return list(zip(ranks.tolist(), unpack_records(rows[:, 4:].tobytes(), logprob_count), strict=True))
 
 
 def split_records(records: bytes, sizes: Int32, rows: int) -> npt.NDArray[np.object_]:

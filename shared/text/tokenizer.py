@@ -116,7 +116,7 @@ class Encoders:
         """
         self._is_ready = is_ready
         self._load_s = PATIENCE * seconds_for(len(source))  # the most that reading the tokenizer may take
-        self._all: threading.Semaphore = threading.Semaphore(PROCESSES) if twin is None else twin._all
+        self._slots: threading.Semaphore = threading.Semaphore(PROCESSES) if twin is None else twin._slots
         self._long: threading.Semaphore = threading.Semaphore(PROCESSES - 1) if twin is None else twin._long
         self._jails = [
             Jail(
@@ -127,19 +127,19 @@ class Encoders:
             )
             for at in range(PROCESSES)
         ]
-        self._answered = set[int | None]()  # pids of processes that have
+        self._answered_pids = set[int | None]()  # pids of processes that have
         self._busy = set[Jail]()
         self._lock = threading.Lock()
         self._is_closed = False
 
     def encode(self, first: str, second: str | None, add_special_tokens: bool) -> tuple[list[int], int]:
-        """Return as `encoded`. Raise TokenizerError, also for a text beyond its time or memory; EncodersError."""
+        """Return as `encode`. Raise TokenizerError, also for a text beyond its time or memory; EncodersError."""
         texts = [text.encode("utf-8", "surrogatepass") for text in (first, second or "")]
         size = sum(map(len, texts))
         seconds = seconds_for(size)
         head = QUESTION.pack(seconds, add_special_tokens, second is not None, len(texts[0]))
         try:
-            with self._long if size > SHORT_BYTES else contextlib.nullcontext(), self._all:
+            with self._long if size > SHORT_BYTES else contextlib.nullcontext(), self._slots:
                 answer = self._ask(head + b"".join(texts), PATIENCE * seconds)
         except JailError as error:
             if error.signal in BOUNDS:
@@ -178,7 +178,7 @@ class Encoders:
             free = [jail for jail in self._jails if jail not in self._busy]
             jail = next((jail for jail in free if jail.pid is not None), free[0])
             self._busy.add(jail)
-            if jail.pid not in self._answered:  # it may still read the tokenizer
+            if jail.pid not in self._answered_pids:  # it may still read the tokenizer
                 timeout_s += self._load_s
         self.make_ready()
         try:
@@ -193,7 +193,7 @@ class Encoders:
         finally:
             with self._lock:
                 self._busy.remove(jail)
-                self._answered = {*self._answered, jail.pid}.intersection(each.pid for each in self._jails)
+                self._answered_pids = {*self._answered_pids, jail.pid}.intersection(each.pid for each in self._jails)
             if self._is_closed:
                 jail.close()
             self.make_ready()
@@ -210,7 +210,7 @@ def seconds_for(size_bytes: int) -> float:
     return SECONDS + SECONDS_OF_BYTE * size_bytes
 
 
-def encoded(library: Tokenizer, first: str, second: str | None, add_special_tokens: bool) -> tuple[list[int], int]:
+def encode(library: Tokenizer, first: str, second: str | None, add_special_tokens: bool) -> tuple[list[int], int]:
     """Return the ids of a text, or of two joined by the post-processor, and where tokens of type 1 begin; 0 without
     any. Other threads run on. Raise TokenizerError.
     """
@@ -257,10 +257,10 @@ class BoundedTokenizer:
                 f"send at most {MOST_NORMALIZED_BYTES // self.growth} bytes"
             )
         if self.is_predictable and size * self.growth <= IN_PROCESS_BYTES:
-            return encoded(self.library, first, second, add_special_tokens)
+            return encode(self.library, first, second, add_special_tokens)
         return self.encoders.encode(first, second, add_special_tokens)
 
-    def changed(self, change: Callable[[dict[str, Any]], None]) -> BoundedTokenizer:
+    def change(self, change: Callable[[dict[str, Any]], None]) -> BoundedTokenizer:
         """Return a tokenizer from a changed copy of this one's JSON. Raise ModelError."""
         source = json.loads(self.library.to_str())
         change(source)
@@ -269,13 +269,13 @@ class BoundedTokenizer:
 
 def load_tokenizer(path: Path) -> BoundedTokenizer:
     """Return the tokenizer of a file, without its truncation and padding. Raise ModelError."""
-    source, growth, is_predictable = _checked(path)
+    source, growth, is_predictable = _check(path)
     return parse_bounded(source, growth, is_predictable, str(path))
 
 
 def tokenizer_json(path: Path) -> str:
     """Return the JSON of a file, checked, for a parser that takes it as text. Raise ModelError."""
-    return _checked(path)[0]
+    return _check(path)[0]
 
 
 def check_tokenizer(data: bytes) -> tuple[str, int, bool]:
@@ -307,22 +307,22 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) 
 
 
 @contextlib.contextmanager
-def no_panic(made: Callable[[str], Exception]) -> Iterator[None]:
-    """Raise made(reason) for all that bindings to Rust raise, panics among it."""
+def no_panic(make_error: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise make_error(reason) for all that bindings to Rust raise, panics among it."""
     try:
         yield
     except BaseException as error:
         # No module has the class of a panic by name, and it is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise made(str(error)[:200] or type(error).__name__) from error
+        raise make_error(str(error)[:200] or type(error).__name__) from error
 
 
 def _no_panic() -> contextlib.AbstractContextManager[None]:
     return no_panic(TokenizerError)
 
 
-def _checked(path: Path) -> tuple[str, int, bool]:
+def _check(path: Path) -> tuple[str, int, bool]:
     data = read_bounded(path)
     try:
         return check_tokenizer(data)
@@ -338,7 +338,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
 
 
-def parsed(source: str) -> Tokenizer:
+def parse(source: str) -> Tokenizer:
     """Return the library's tokenizer of a checked JSON, without its truncation and padding."""
     # One text is one thread's work. The library's own threads would make short texts wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -354,7 +354,7 @@ def parse_bounded(
     source: str, growth: int, is_predictable: bool, name: str, twin: Encoders | None = None
 ) -> BoundedTokenizer:
     with no_panic(lambda reason: ModelError(f"{name} cannot be read: {reason}")):
-        tokenizer = parsed(source)
+        tokenizer = parse(source)
     return BoundedTokenizer(tokenizer, growth, is_predictable, Encoders(source, not is_predictable, twin))
 
 
@@ -431,7 +431,7 @@ class _Steps:
     def byte_level(self, step: dict[str, Any]) -> int:
         return 2 if step.get("add_prefix_space") is False else 4
 
-    def precompiled(self, step: dict[str, Any]) -> int:
+    def longest_replacement(self, step: dict[str, Any]) -> int:
         """Return the length of the longest replacement. The table: bytes of the trie, trie, replacements and NULs."""
         table = step.get("precompiled_charsmap")
         try:
@@ -480,7 +480,7 @@ class _Steps:
 _SPECIAL: Mapping[tuple[str, str], Callable[[_Steps, dict[str, Any]], int]] = {
     ("normalizer", "Prepend"): _Steps.prepend,
     ("normalizer", "Replace"): _Steps.replace,
-    ("normalizer", "Precompiled"): _Steps.precompiled,
+    ("normalizer", "Precompiled"): _Steps.longest_replacement,
     ("pre_tokenizer", "ByteLevel"): _Steps.byte_level,
     ("pre_tokenizer", "Metaspace"): _Steps.metaspace,
     ("pre_tokenizer", "Split"): _Steps.split,
@@ -521,10 +521,10 @@ def _check_model(model: Any) -> None:
     _check_longest("model.vocab", (text for text in texts if isinstance(text, str)))
 
 
-def _check_added(added: Any, growth: int) -> None:
-    if not isinstance(added, list):
+def _check_added(added_tokens: Any, growth: int) -> None:
+    if not isinstance(added_tokens, list):
         return
-    tokens = [token for token in added if isinstance(token, dict)]
+    tokens = [token for token in added_tokens if isinstance(token, dict)]
     texts = [token["content"] for token in tokens if isinstance(token.get("content"), str)]
     _check_longest("added_tokens", texts)
     _check_id("added_tokens", max((token["id"] for token in tokens if isinstance(token.get("id"), int)), default=0))

@@ -25,8 +25,8 @@ from shared.text.tokenizer import (
     REFUSED,
     TAKEN,
     TokenizerError,
-    encoded,
-    parsed,
+    encode,
+    parse,
 )
 from shared.wire.columns import pack
 
@@ -42,7 +42,7 @@ def main() -> int:
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         first = connection.recv_bytes()
         (idle_s,) = IDLE.unpack_from(first)
-        tokenizer = parsed(first[IDLE.size :].decode())
+        tokenizer = parse(first[IDLE.size :].decode())
         del first
         tokenizer.encode_batch_fast(["a"])  # what the library makes at its first text
         trim()
@@ -58,7 +58,7 @@ def main() -> int:
             ids: list[int] = []
             signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
-                ids, segment = encoded(tokenizer, texts[0], texts[1] if is_pair else None, special)
+                ids, segment = encode(tokenizer, texts[0], texts[1] if is_pair else None, special)
                 answer = TAKEN + pack([segment, *ids])
             except TokenizerError as error:
                 answer = REFUSED + str(error).encode("utf-8", "replace")

@@ -24,18 +24,18 @@ def version() -> worker_pb2.Version:
     return worker_pb2.Version(major=VERSION[0], minor=VERSION[1])
 
 
-def wrong_version(theirs: worker_pb2.Version | None, peer: str, here: str) -> str:
+def wrong_version(peer_version: worker_pb2.Version | None, peer: str, own_name: str) -> str:
     """Return why a peer is refused; empty where it is at most one minor version away.
 
-    theirs: the version of the peer, None where it names none. peer, here: names of the peer and of this process.
+    peer_version: None where the peer names none. peer, own_name: names of the peer and of this process.
     """
-    major, minor = FIRST if theirs is None else (theirs.major, theirs.minor)
+    major, minor = FIRST if peer_version is None else (peer_version.major, peer_version.minor)
     if major == VERSION[0] and abs(minor - VERSION[1]) <= 1:
         return ""
-    older = peer if (major, minor) < VERSION else here
+    older = peer if (major, minor) < VERSION else own_name
     return (
-        f"version: {peer} speaks {major}.{minor} of worker.proto and {here} {VERSION[0]}.{VERSION[1]}, which may be "
-        f"one minor version apart; update {older}"
+        f"version: {peer} speaks {major}.{minor} of worker.proto and {own_name} {VERSION[0]}.{VERSION[1]}, which may "
+        f"be one minor version apart; update {older}"
     )
 
 
@@ -44,12 +44,12 @@ def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()[:32]
 
 
-def wrong_epoch(first: worker_pb2.Step, shard: bytes | None, run: bytes | None) -> str:
+def wrong_epoch(first: worker_pb2.Step, shard: bytes | None, run_epoch: bytes | None) -> str:
     """Return why the worker's record does not fit the first step of a Run; empty where it does.
 
-    shard, run: fields of the record; None where Redis has none.
+    shard, run_epoch: fields of the record; None where Redis has none.
     """
-    if shard == first.hello.shard.encode() and run == str(first.epoch).encode():
+    if shard == first.hello.shard.encode() and run_epoch == str(first.epoch).encode():
         return ""
     return (
         f"epoch: Redis has given this worker to no Run {first.epoch} of shard {first.hello.shard[:100]!r}; take the "

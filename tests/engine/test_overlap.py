@@ -76,7 +76,9 @@ def test_overlapping_draws_with_seeds_and_penalties_equal_waiting_ones(reference
         wanted = i % 3 + i % 2  # not all ask, and for different numbers
         told, expected = (unpack_records(one.logprobs.get((f"r{i}", 0), b""), wanted) for one in (late, waits))
         assert len(told) == len(expected) == 24 * (wanted > 0)
-        assert [one.sampled for one in told] == pytest.approx([one.sampled for one in expected], abs=1e-4)
+        assert [one.sampled_logprob for one in told] == pytest.approx(
+            [one.sampled_logprob for one in expected], abs=1e-4
+        )
         assert [best for one in told for best, _ in one.best] == [best for one in expected for best, _ in one.best]
     assert [late.tokens[f"r{i}", 0] for i in range(4)] != reference.outputs
 

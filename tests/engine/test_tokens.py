@@ -108,7 +108,7 @@ def test_log_probabilities_are_equal_after_chunks_company_and_preemption(referen
     for i, (token, one) in enumerate(zip(driver.outputs[2], driver.logprobs[2], strict=True)):
         assert one == TokenLogprobs(pytest.approx(float(greedy[i, token]), abs=1e-3), [])
     for i, token in enumerate(tokens):
-        assert found[i].sampled == pytest.approx(float(exact[i, token]), abs=1e-3)
+        assert found[i].sampled_logprob == pytest.approx(float(exact[i, token]), abs=1e-3)
         assert_likely(found[i].best, exact[i], 20)
 
 

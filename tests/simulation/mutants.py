@@ -73,11 +73,11 @@ def _fence(name: str) -> Plant:
 
 
 def _takes_gaps(self: RequestStream, row: Any, first: int) -> Offer:
-    return _OFFER(self, row, min(first, self.received[row.choice]) if 0 <= row.choice < self.choices else first)
+    return _OFFER(self, row, min(first, self.received_tokens[row.choice]) if 0 <= row.choice < self.choices else first)
 
 
 def _keeps_repeats(self: RequestStream, row: Any, first: int) -> Offer:
-    return _OFFER(self, row, max(first, self.received[row.choice]) if 0 <= row.choice < self.choices else first)
+    return _OFFER(self, row, max(first, self.received_tokens[row.choice]) if 0 <= row.choice < self.choices else first)
 
 
 async def _takes_nothing_up(self: Claims) -> bool:
@@ -130,10 +130,10 @@ MUTANTS: dict[str, Plant] = {
     "epoch-not-risen": _script("lib", "redis.call('SET', counter, epoch)", "redis.call('SET', counter, 0)"),
     "epoch-by-counter": _script("lib", "math.max(counted, now, least)", "math.max(counted, least)"),
     "lost-entry-counted-back": _script("drop", "if waits then", "do"),
-    "job-without-wake": _code(Dispatcher, "_put", "self._more.set()", "pass"),
+    "job-without-wake": _code(Dispatcher, "_put", "self._has_more.set()", "pass"),
     "command-lost-in-outage": _code(Dispatcher, "_put_command", "self._retries.keep(command)", ""),
-    "refill-not-copied": _code(dispatcher, "_missing", "list(stream.received)", "stream.received"),
-    "refill-repeats": _code(dispatcher, "_missing", "4 * have, -1", "0, -1"),
+    "refill-not-copied": _code(dispatcher, "_read_missing", "list(stream.received_tokens)", "stream.received_tokens"),
+    "refill-repeats": _code(dispatcher, "_read_missing", "4 * have, -1", "0, -1"),
     "read-before-it-is-copied": _code(
         Transfers, "is_saved", " and self.copied_out >= sequence.saved_kv.copied_blocks", ""
     ),

@@ -20,7 +20,7 @@ from services.gateway.openai.answers import EventWriter
 from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.blocks import reader_of
-from services.gateway.text.tools.reader import CallPiece, merged
+from services.gateway.text.tools.reader import CallPiece, merge
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import byte_fallback, byte_level, write_model
 
@@ -63,7 +63,7 @@ def read_calls(use: ToolUse, pieces: list[str]) -> tuple[str, list[CallPiece], b
         text, gained = reader.feed(piece)
         content, calls = content + text, calls + gained
     text, gained = reader.flush()
-    return content + text, merged(calls + gained), reader.cut
+    return content + text, merge(calls + gained), reader.is_cut
 
 
 def bytes_of_one_more(feed: Callable[[str], object], piece: str) -> int:
@@ -133,7 +133,7 @@ def streamed(
         writer, written = writer_of(running), b""
         for row, first in sent:
             stream.offer(row, first)
-            if not running.done and stream.failure is None:
+            if not running.is_done and stream.failure is None:
                 written += writer.events(await running.next(0.0))
         return bytes(written + writer.end(running.usage))
 

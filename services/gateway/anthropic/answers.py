@@ -32,7 +32,7 @@ class Block:
     name: str = ""
     pieces: list[str] = field(default_factory=list)
 
-    def begun(self, signature: str = "") -> dict[str, Any]:
+    def start_json(self, signature: str = "") -> dict[str, Any]:
         """Return the block without its content."""
         match self.kind:
             case "thinking":
@@ -45,8 +45,8 @@ class Block:
         """Return the whole block."""
         content = "".join(self.pieces)
         if self.kind == "tool_use":
-            return self.begun() | {"input": _arguments(content)}
-        return self.begun(signature) | {self.kind: content}
+            return self.start_json() | {"input": _arguments(content)}
+        return self.start_json(signature) | {self.kind: content}
 
     def delta(self, piece: str) -> dict[str, Any]:
         """Return the delta that adds a piece."""
@@ -58,13 +58,13 @@ class Block:
         return {"type": "input_json_delta", "partial_json": piece}
 
 
-def _arguments(written: str) -> dict[str, Any]:
+def _arguments(text: str) -> dict[str, Any]:
     """Return the input of a call. What was cut is completed; what is no object stays readable under one name."""
     try:
-        arguments = from_json(written or "{}", allow_partial="trailing-strings")
+        arguments = from_json(text or "{}", allow_partial="trailing-strings")
     except ValueError:
         arguments = None
-    return _writable(arguments) if isinstance(arguments, dict) else {"arguments": written}
+    return _writable(arguments) if isinstance(arguments, dict) else {"arguments": text}
 
 
 def _writable(value: Any) -> Any:
@@ -82,7 +82,7 @@ class Blocks:
     """The content blocks of a message while it comes. hides_thinking: those of thinking have no text."""
 
     def __init__(self, hides_thinking: bool) -> None:
-        self.all: list[Block] = []
+        self.blocks: list[Block] = []
         self._hides_thinking = hides_thinking
 
     def add(self, delta: Delta) -> Iterator[tuple[Block, bool, str]]:
@@ -94,18 +94,18 @@ class Blocks:
                 if part:
                     yield self._piece("text", part)
             elif part.name:
-                self.all.append(Block("tool_use", part.id, part.name, [part.arguments]))
-                yield self.all[-1], True, part.arguments
+                self.blocks.append(Block("tool_use", part.id, part.name, [part.arguments]))
+                yield self.blocks[-1], True, part.arguments
             else:
-                self.all[-1].pieces.append(part.arguments)
-                yield self.all[-1], False, part.arguments
+                self.blocks[-1].pieces.append(part.arguments)
+                yield self.blocks[-1], False, part.arguments
 
     def _piece(self, kind: str, text: str) -> tuple[Block, bool, str]:
-        begins = not self.all or self.all[-1].kind != kind
+        begins = not self.blocks or self.blocks[-1].kind != kind
         if begins:
-            self.all.append(Block(kind))
-        self.all[-1].pieces.append(text)
-        return self.all[-1], begins, text
+            self.blocks.append(Block(kind))
+        self.blocks[-1].pieces.append(text)
+        return self.blocks[-1], begins, text
 
 
 def signature_of(spec: GenerationSpec) -> str:
@@ -115,11 +115,13 @@ def signature_of(spec: GenerationSpec) -> str:
 
 def usage_body(usage: Usage) -> dict[str, Any]:
     """Return usage in Anthropic's form: input_tokens leaves out the tokens that came from the prefix cache."""
-    details = {} if usage.reasoning is None else {"output_tokens_details": {"thinking_tokens": usage.reasoning}}
+    details = (
+        {} if usage.reasoning_tokens is None else {"output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}}
+    )
     return details | {
-        "input_tokens": usage.prompt_tokens - usage.cached,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached,
+        "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
 
@@ -141,12 +143,12 @@ def message(generation: Generation, content: list[dict[str, Any]]) -> dict[str, 
 async def whole_message(generation: Generation) -> dict[str, Any]:
     """Return the message, once the request has ended. Raise ApiError."""
     blocks = Blocks(generation.spec.hides_thinking)
-    while not generation.done:
+    while not generation.is_done:
         for delta in await generation.next():
             for _ in blocks.add(delta):
                 pass
     signature = signature_of(generation.spec)
-    return message(generation, [block.body(signature) for block in blocks.all])
+    return message(generation, [block.body(signature) for block in blocks.blocks])
 
 
 def _end(generation: Generation) -> dict[str, str | None]:
@@ -168,7 +170,7 @@ class MessageEvents:
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
-        self._position = Position(list(generation.position.last), generation.position.usage)
+        self._position = Position(list(generation.position.last_tokens), generation.position.usage)
         self._blocks = Blocks(generation.spec.hides_thinking)
         self._signature = signature_of(generation.spec)
         generation.passed_over = self._pass_over
@@ -184,8 +186,8 @@ class MessageEvents:
             return b""
         if deltas and any(delta.text or delta.calls or delta.reasoning for delta in deltas):
             choice = self._generation.choices[0]
-            self._position.last[0] = choice.count - (choice.finish_reason is None)
-        return self._written(events)
+            self._position.last_tokens[0] = choice.count - (choice.finish_reason is None)
+        return self._encode(events)
 
     def end(self, usage: Usage) -> bytes:
         """Return the end of the last block, and of the message."""
@@ -195,7 +197,7 @@ class MessageEvents:
         events = [*self._start(), *self._stop_block()]
         end = {"type": "message_delta", "delta": _end(self._generation), "usage": usage_body(usage)}
         self._position = Position([self._generation.choices[0].count + 1], usage=True)
-        return self._written([*events, end]) + stop
+        return self._encode([*events, end]) + stop
 
     def error(self, error: ApiError) -> bytes:
         """Return an error after the first byte; the stream ends behind it."""
@@ -207,36 +209,36 @@ class MessageEvents:
             pass
 
     def _start(self) -> list[dict[str, Any]]:
-        if self._position.last[0] != NOTHING:
+        if self._position.last_tokens[0] != NOTHING:
             return []
-        self._position.last[0] = PREAMBLE
+        self._position.last_tokens[0] = PREAMBLE
         begun = message(self._generation, []) | {"stop_reason": None, "stop_sequence": None}
-        begun["usage"] = usage_body(replace(self._generation.usage, completion_tokens=0, reasoning=None))
+        begun["usage"] = usage_body(replace(self._generation.usage, completion_tokens=0, reasoning_tokens=None))
         return [{"type": "message_start", "message": begun}]
 
     def _content(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        blocks = self._blocks.all
+        blocks = self._blocks.blocks
         open_block = blocks[-1] if blocks else None
         for block, begins, piece in self._blocks.add(delta):
             if begins:
                 if open_block is not None:
-                    yield from self._closed(open_block, len(blocks) - 2)
-                yield {"type": "content_block_start", "index": len(blocks) - 1, "content_block": block.begun()}
+                    yield from self._close(open_block, len(blocks) - 2)
+                yield {"type": "content_block_start", "index": len(blocks) - 1, "content_block": block.start_json()}
                 open_block = block
             if piece:
                 yield {"type": "content_block_delta", "index": len(blocks) - 1, "delta": block.delta(piece)}
 
     def _stop_block(self) -> Iterator[dict[str, Any]]:
-        if blocks := self._blocks.all:
-            yield from self._closed(blocks[-1], len(blocks) - 1)
+        if blocks := self._blocks.blocks:
+            yield from self._close(blocks[-1], len(blocks) - 1)
 
-    def _closed(self, block: Block, index: int) -> Iterator[dict[str, Any]]:
+    def _close(self, block: Block, index: int) -> Iterator[dict[str, Any]]:
         if block.kind == "thinking":
             signed = {"type": "signature_delta", "signature": self._signature}
             yield {"type": "content_block_delta", "index": index, "delta": signed}
         yield {"type": "content_block_stop", "index": index}
 
-    def _written(self, events: list[dict[str, Any]]) -> bytes:
+    def _encode(self, events: list[dict[str, Any]]) -> bytes:
         """Return events, the last one with its id."""
         *first, last = events
         stamp = f"id: {self._generation.spec.id}:{self._position}\n".encode()

@@ -85,7 +85,7 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.get(PATH + "/{batch_id}", responses={200: FOUND, **refusals()})
     async def message_batch(batch_id: str, request: Request) -> Response:
         """Return a batch of messages."""
-        return json_response(await files.in_thread(_found, batches, request.state.tenant, batch_id))
+        return json_response(await files.in_thread(_find_body, batches, request.state.tenant, batch_id))
 
     @routes.get(PATH + "/{batch_id}/results", responses={200: _RESULTS, **refusals(409)})
     async def message_batch_results(batch_id: str, request: Request) -> Response:
@@ -100,7 +100,7 @@ def router(gateway: Gateway) -> APIRouter:
         def cancel(tenant: str) -> dict[str, Any]:
             _find(batches, tenant, batch_id)
             batches.cancel(tenant, batch_id)
-            return _found(batches, tenant, batch_id)
+            return _find_body(batches, tenant, batch_id)
 
         return json_response(await files.in_thread(cancel, request.state.tenant))
 
@@ -172,7 +172,7 @@ def _find(batches: BatchStore, tenant: str, batch_id: str) -> Batch:
     return batch
 
 
-def _found(batches: BatchStore, tenant: str, batch_id: str) -> dict[str, Any]:
+def _find_body(batches: BatchStore, tenant: str, batch_id: str) -> dict[str, Any]:
     return _body(_find(batches, tenant, batch_id))
 
 
@@ -253,10 +253,10 @@ def _results(batches: BatchStore, files: FileStore, tenant: str, batch_id: str) 
     return _result_lines(batch, _open(files, batch, ids), _open(files, batch, [batch.order.input_file_id]))
 
 
-def _result_lines(batch: Batch, answered: list[BinaryIO], sent: list[BinaryIO]) -> Iterator[bytes]:
+def _result_lines(batch: Batch, outputs: list[BinaryIO], inputs: list[BinaryIO]) -> Iterator[bytes]:
     """Yield the answers of a batch, then one line for each request without one."""
     known: set[str] = set()
-    for file in answered:
+    for file in outputs:
         with file:
             for text in file:
                 row = orjson.loads(text)
@@ -267,8 +267,8 @@ def _result_lines(batch: Batch, answered: list[BinaryIO], sent: list[BinaryIO]) 
         message = (
             batch.state.errors[0]["message"] if batch.state.errors else "this request has no answer; send it again"
         )
-        rest = _errored(message)
-    for file in sent:
+        rest = _error_result(message)
+    for file in inputs:
         with file:
             for text in file:
                 if (custom_id := orjson.loads(text)["custom_id"]) not in known:
@@ -279,13 +279,13 @@ def _result(row: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a request from its output line (shared/batch_lines.py)."""
     response, error = row["response"], row["error"]
     if response is None:
-        return {"type": "expired"} if error["code"] == "batch_expired" else _errored(error["message"])
+        return {"type": "expired"} if error["code"] == "batch_expired" else _error_result(error["message"])
     if response["status_code"] < 400:
         return {"type": "succeeded", "message": response["body"]}
     return {"type": "errored", "error": response["body"] | {"request_id": response["request_id"] or None}}
 
 
-def _errored(message: str) -> dict[str, Any]:
+def _error_result(message: str) -> dict[str, Any]:
     return {"type": "errored", "error": ApiError(500, message).messages_body() | {"request_id": None}}
 
 

@@ -65,7 +65,7 @@ class ThinkingBlock(Body):
     signature: str | None = None
 
 
-def _supported(*kinds: str) -> BeforeValidator:
+def _check_supported(*kinds: str) -> BeforeValidator:
     """Return the check that a block has one of the supported types."""
 
     def check(value: Any) -> Any:
@@ -84,7 +84,7 @@ def _kind(value: Any) -> str:
 
 
 # As in openai/bodies.py the tags are no lower-case words, because `_refusal` leaves out of a field's name what is none.
-TextOnly = Annotated[TextBlock, _supported("text")]
+TextOnly = Annotated[TextBlock, _check_supported("text")]
 Texts = str | Annotated[list[TextOnly], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
@@ -104,7 +104,7 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("ToolResult")]
     | Annotated[ThinkingBlock, Tag("Thinking")],
     Discriminator(_kind),
-    _supported("text", "tool_use", "tool_result", "thinking"),
+    _check_supported("text", "tool_use", "tool_result", "thinking"),
 ]
 
 
@@ -280,10 +280,10 @@ def in_words_of_messages(error: ApiError, places: Sequence[int]) -> ApiError:
     index of the message that it came from, -1 for the system prompt.
     """
 
-    def place(found: re.Match[str]) -> str:
-        index = int(found[1])
+    def place(match: re.Match[str]) -> str:
+        index = int(match[1])
         if index >= len(places):
-            return found[0]  # text of the client, such as the name of a model
+            return match[0]  # text of the client, such as the name of a model
         return "system" if places[index] < 0 else f"messages[{places[index]}]"
 
     error.message = re.sub(r"\bmessages\[(\d{1,9})\]", place, error.message)
@@ -337,7 +337,7 @@ def _messages(body: CountBody) -> tuple[list[dict[str, Any]], list[int]]:
     """
     groups: list[list[dict[str, Any]]] = []
     places: list[int] = []
-    system = _joined(body.system or "")
+    system = _join(body.system or "")
     if without_billing(system):
         groups.append([{"role": "system", "content": system}])
         places.append(-1)
@@ -348,7 +348,7 @@ def _messages(body: CountBody) -> tuple[list[dict[str, Any]], list[int]]:
             else:
                 groups.append([turn])
                 places.append(index)
-    merged = [turns[0] if len(turns) == 1 else _merged(turns) for turns in groups]
+    merged = [turns[0] if len(turns) == 1 else _merge(turns) for turns in groups]
     if merged[-1]["role"] == "assistant" and "tool_calls" in merged[-1]:
         text = "messages: the last one has tool_use without a tool_result behind it; send the results, or leave it out"
         raise invalid("messages", text)
@@ -369,7 +369,7 @@ def _turns(message: InputMessage, where: str) -> list[dict[str, Any]]:
     if message.role == "assistant":
         return [_assistant(blocks, "".join(texts))]
     turns: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content or "")}
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _join(block.content or "")}
         for block in blocks
         if isinstance(block, ToolResultBlock)
     ]
@@ -394,7 +394,7 @@ def _assistant(blocks: Sequence[Any], text: str) -> dict[str, Any]:
     return turn | {"tool_calls": calls} if calls else turn
 
 
-def _merged(turns: list[dict[str, Any]]) -> dict[str, Any]:
+def _merge(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """Return turns of one role as one. Linear in their length: they are joined once."""
     role, texts = turns[0]["role"], [turn["content"] for turn in turns]
     if role == "user":
@@ -407,7 +407,7 @@ def _merged(turns: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _joined(texts: str | list[TextBlock]) -> str:
+def _join(texts: str | list[TextBlock]) -> str:
     return texts if isinstance(texts, str) else "\n".join(block.text for block in texts)
 
 

@@ -66,36 +66,36 @@ class BatchDriver:
         scripts = Scripts(self._redis)
         self._lease = scripts.lease
         self._slots = asyncio.Semaphore(settings.batch_requests)
-        self._driven: dict[OpenBatch, asyncio.Task[None]] = {}
-        self._paused: dict[OpenBatch, float] = {}
+        self._tasks: dict[OpenBatch, asyncio.Task[None]] = {}
+        self._pauses: dict[OpenBatch, float] = {}
         self._least_epoch = 0  # of the next lease: above what lies on disk
-        self._more = asyncio.Event()
+        self._has_more = asyncio.Event()
         self._swept_at = time.monotonic()
         self._is_stopping = False
-        metrics.batches.set_function(lambda: len(self._driven))
+        metrics.batches.set_function(lambda: len(self._tasks))
 
     def wake(self) -> None:
         """Look for a batch that is new."""
-        self._more.set()
+        self._has_more.set()
 
     async def run(self) -> None:
         """Look for batches, until cancelled."""
         while True:
-            if self.files.enabled and self._keyring.read:
+            if self.files.is_enabled and self._keyring.has_read:
                 try:
                     await self._look()
                     await self._sweep()
                 except (*Unreachable, RedisError) as error:  # OSError, too: the disk
                     log.warning("batches were not looked for: %s", error)
-            self._more.clear()
+            self._has_more.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S * random.uniform(0.8, 1.2)):  # noqa: S311 - jitter, no secret
-                    await self._more.wait()
+                    await self._has_more.wait()
 
     async def stop(self) -> None:
         """Leave all batches to other gateways; their requests continue."""
         self._is_stopping = True
-        await end(*self._driven.values())
+        await end(*self._tasks.values())
 
     async def close(self) -> None:
         self.files.close()
@@ -106,44 +106,44 @@ class BatchDriver:
         of a tenant with at least two more than another is left for a batch of that one: batches may run for days.
         """
         app = self.app
-        unfinished = await self.files.in_thread(self.batches.unfinished)
+        unfinished = await self.files.in_thread(self.batches.find_unfinished)
         now = time.monotonic()
-        self._paused = {batch: until for batch, until in self._paused.items() if until > now}
-        turns: Counter[str] = Counter(batch.owner for batch in self._driven)
+        self._pauses = {batch: until for batch, until in self._pauses.items() if until > now}
+        turns: Counter[str] = Counter(batch.owner for batch in self._tasks)
         ranked = []
         for batch in unfinished:
-            if batch not in self._driven:
+            if batch not in self._tasks:
                 ranked.append((turns[batch.owner], batch))
                 turns[batch.owner] += 1
         for turn, batch in sorted(ranked):
             if app is None or self._is_stopping or (self._is_full and self._removable(turn) is None):
                 return
-            if batch in self._paused or not (epoch := int(await self._run(batch, "acquire", self._least_epoch))):
+            if batch in self._pauses or not (epoch := int(await self._run(batch, "acquire", self._least_epoch))):
                 continue
             order = await self.files.in_thread(self.batches.order, batch)
             if order is not None and self._is_full and (left := self._removable(turn)) is not None:
-                await end(self._driven.pop(left))
+                await end(self._tasks.pop(left))
             if order is None or self._is_stopping:
                 await self._run(batch, "release", epoch)
                 continue
             task = asyncio.create_task(self._drive(app, batch, order, epoch))
-            self._driven[batch] = task
+            self._tasks[batch] = task
             task.add_done_callback(partial(self._forget, batch))
 
     @property
     def _is_full(self) -> bool:
-        return len(self._driven) >= MOST_DRIVEN
+        return len(self._tasks) >= MOST_DRIVEN
 
     def _removable(self, turn: int) -> OpenBatch | None:
         """Return the youngest batch of the tenant with the most that are driven, where that is at least two more than
         `turn`, those of another tenant; else None.
         """
-        counts = Counter(batch.owner for batch in self._driven)
+        counts = Counter(batch.owner for batch in self._tasks)
         owner, most = max(counts.items(), key=lambda count: count[1])
-        return max(batch for batch in self._driven if batch.owner == owner) if most > turn + 1 else None
+        return max(batch for batch in self._tasks if batch.owner == owner) if most > turn + 1 else None
 
     def _forget(self, batch: OpenBatch, _task: asyncio.Task[None]) -> None:
-        self._driven.pop(batch, None)
+        self._tasks.pop(batch, None)
         self.wake()
 
     async def _drive(self, app: ASGIApp, batch: OpenBatch, order: BatchOrder, epoch: int) -> None:
@@ -177,7 +177,7 @@ class BatchDriver:
                 log.info("lease of batch %s not released: %s; it expires", batch.id, error)
 
     def _pause(self, batch: OpenBatch) -> None:
-        self._paused[batch] = time.monotonic() + PAUSE_S
+        self._pauses[batch] = time.monotonic() + PAUSE_S
 
     async def _keep(self, batch: OpenBatch, epoch: int) -> None:
         """Renew the lease until another gateway has it. While Redis is away the epoch alone protects the batch."""

@@ -66,9 +66,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def new_id(beginning: str) -> str:
+def new_id(prefix: str) -> str:
     """Return a new id of 30 digits, the milliseconds first, so that ids sort by age. Only its tenant can use it."""
-    return f"{beginning}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(9)}"
+    return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(9)}"
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -99,10 +99,10 @@ def write_whole(path: Path, content: bytes) -> None:
     flush_folder(path.parent)
 
 
-def flush(out: BinaryIO) -> None:
+def flush(file: BinaryIO) -> None:
     """Write a file through to the disk."""
-    out.flush()
-    os.fsync(out.fileno())
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def flush_folder(path: Path) -> None:
@@ -121,7 +121,7 @@ class Upload:
         self.part = part
         self.bytes = 0
         self._most_bytes = most_bytes
-        self._out = create(part)
+        self._file = create(part)
 
     def write(self, data: bytes) -> None:
         """Append bytes. Raise ApiError(413)."""
@@ -129,16 +129,16 @@ class Upload:
         if self.bytes > self._most_bytes:
             text = f"file: more than {self._most_bytes} bytes; split it, or raise ORCINUS_FILE_BYTES"
             raise ApiError(413, text, param="file", code="file_too_large")
-        self._out.write(data)
+        self._file.write(data)
 
     def close(self) -> None:
         """Write the bytes through to the disk."""
-        with self._out:
-            flush(self._out)
+        with self._file:
+            flush(self._file)
 
     def discard(self) -> None:
         """Forget the file; once it is committed this does nothing."""
-        self._out.close()
+        self._file.close()
         self.part.unlink(missing_ok=True)
 
 
@@ -174,7 +174,7 @@ class FileStore:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
-    def enabled(self) -> bool:
+    def is_enabled(self) -> bool:
         """Return whether there is a directory for files."""
         return self.root is not None
 
@@ -206,7 +206,7 @@ class FileStore:
     def commit(self, tenant: str, upload: Upload, filename: str, purpose: str, kept_s: int | None = None) -> StoredFile:
         """Keep an upload that is closed. kept_s: until it expires; None uses the setting. Raise ApiError(413, 503)."""
         folder = self.folder(self.owner(tenant))
-        with self.locked(folder):
+        with self.lock(folder):
             self._check_room(folder, 0)  # the upload is in the folder already
             return self._keep(folder, upload.part, new_id("file-"), filename, purpose, kept_s)
 
@@ -279,7 +279,7 @@ class FileStore:
         return self._settings.tenant_file_bytes - used_bytes(self.folder(owner))
 
     @contextlib.contextmanager
-    def locked(self, folder: Path) -> Iterator[None]:
+    def lock(self, folder: Path) -> Iterator[None]:
         """Let one gateway at a time add to a tenant's folder. Raise ApiError(503) after LOCK_S seconds."""
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:

@@ -43,10 +43,10 @@ def whole_bytes(folder: Path, epoch: int) -> int:
     return sum(len(text) for _, text in _texts(folder, epoch, None))
 
 
-def rows(folder: Path, sealed: Sequence[tuple[int, int]], epoch: int) -> dict[int, Row]:
+def rows(folder: Path, sealed_bytes: Sequence[tuple[int, int]], epoch: int) -> dict[int, Row]:
     """Return the rows that count at an epoch, by the number of their input line; the first of a line counts."""
     rows_by_number: dict[int, Row] = {}
-    for each, most_bytes in [*sealed, (epoch, None)]:
+    for each, most_bytes in [*sealed_bytes, (epoch, None)]:
         for offset, text in _texts(folder, each, most_bytes):
             if (match := ROW.fullmatch(text)) and (line := _object(match[3])) is not None:
                 begin = match.start(3)
@@ -83,39 +83,39 @@ class Journal:
     """The journal of the epoch that runs."""
 
     def __init__(self, folder: Path, epoch: int) -> None:
-        self._out = create(folder / journal_name(epoch))
+        self._file = create(folder / journal_name(epoch))
         self._failure: OSError | None = None
         flush_folder(folder)
 
-    def append(self, added: Sequence[tuple[int, bool, bytes]]) -> None:
+    def append(self, rows: Sequence[tuple[int, bool, bytes]]) -> None:
         """Write rows (number of the line, whether its request failed, output line) through to the disk.
 
         Raise OSError, and then always: behind a row that may be cut no row is written.
         """
         if self._failure is not None:
             raise self._failure
-        text = b"".join(b"%d %d %b\n" % (number, is_failed, line) for number, is_failed, line in added)
+        text = b"".join(b"%d %d %b\n" % (number, is_failed, line) for number, is_failed, line in rows)
         try:
-            self._out.write(text)
-            flush(self._out)
+            self._file.write(text)
+            flush(self._file)
         except OSError as error:
             self._failure = error
             raise
 
     def close(self) -> None:
-        self._out.close()
+        self._file.close()
 
 
-def write_outputs(folder: Path, counted: dict[int, Row], parts: tuple[Path, Path]) -> tuple[int, int, int]:
+def write_outputs(folder: Path, rows: dict[int, Row], parts: tuple[Path, Path]) -> tuple[int, int, int]:
     """Write the lines of good and of failed requests into two files, in the order of the input; return how many each
     has, and how many of the failed ones have expired.
     """
     counts, expired = [0, 0], 0
-    journals = {epoch: open_plain(folder / journal_name(epoch)) for epoch in {row.epoch for row in counted.values()}}
+    journals = {epoch: open_plain(folder / journal_name(epoch)) for epoch in {row.epoch for row in rows.values()}}
     try:
         with create(parts[0]) as good, create(parts[1]) as bad:
-            for number in sorted(counted):
-                row = counted[number]
+            for number in sorted(rows):
+                row = rows[number]
                 text = os.pread(journals[row.epoch].fileno(), row.bytes, row.offset)
                 if len(text) != row.bytes:
                     raise OSError(f"{folder.name}: row of line {number} is cut; {len(text)} of {row.bytes} bytes")

@@ -65,7 +65,7 @@ class InputLines:
             problems.append(problem | {"param": None, "line": None})
         return problems
 
-    def _check_line(self, text: bytes, endpoint: str, most_bytes: int, known: set[str]) -> None:
+    def _check_line(self, text: bytes, endpoint: str, most_bytes: int, ids: set[str]) -> None:
         """Note where a line lies. Raise LineError."""
         if len(text) > most_bytes + 1:
             raise LineError("line_too_long", f"more than {most_bytes} bytes; send a shorter request")
@@ -73,7 +73,7 @@ class InputLines:
         if line.url != endpoint:
             problem = f"url is {line.url}, and the batch is for {endpoint}; make a batch for each endpoint"
             raise LineError("mismatched_url", problem, "url")
-        if line.custom_id in known:
+        if line.custom_id in ids:
             problem = f"custom_id {line.custom_id!r} occurs twice; make it unique"
             raise LineError("duplicate_custom_id", problem, "custom_id")
         if (priority := line.body.get("priority")) not in (None, "low"):
@@ -81,7 +81,7 @@ class InputLines:
             raise LineError("invalid_value", problem, "priority")
         if len(self) >= MAX_LINES:
             raise LineError("too_many_lines", f"more than {MAX_LINES} requests; split the file")
-        known.add(line.custom_id)
+        ids.add(line.custom_id)
         end = self._file.tell()
         self._places.extend((end - len(text), end))
         prompt = _prompt(line.body)

@@ -74,7 +74,7 @@ class BatchState:
     sealed: list[tuple[int, int]] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)  # ids for the output and the error file, once it is about to end
 
-    def moved(self, status: str, now: float, **fields: Any) -> BatchState:
+    def move(self, status: str, now: float, **fields: Any) -> BatchState:
         """Return the state with another status and its time."""
         return replace(self, status=status, times={**self.times, f"{status}_at": int(now)}, **fields)
 
@@ -145,7 +145,7 @@ class BatchStore:
         owner = self._files.owner(order.tenant)
         folder = self._files.folder(owner)
         source = self._files.path(order.tenant, order.input_file_id)
-        with self._files.locked(folder):
+        with self._files.lock(folder):
             if self._files.room(owner) < 0:
                 text = "files: their quota of bytes is used up; delete files that are not needed"
                 raise ApiError(413, text, code="file_quota_exceeded")
@@ -206,7 +206,7 @@ class BatchStore:
                     self._files.delete(tenant, file_id)
         _remove(self.folder(self._files.owner(tenant), batch_id))
 
-    def unfinished(self) -> list[OpenBatch]:
+    def find_unfinished(self) -> list[OpenBatch]:
         """Return the batches that have not ended, the oldest first."""
         root = self._files.root
         if root is None or not (root / "open").is_dir():
@@ -238,7 +238,7 @@ class BatchStore:
     def take_over(self, batch: OpenBatch, epoch: int) -> BatchState:
         """Begin an epoch and return its state; of earlier ones nothing stays but what counts. Raise Outdated."""
         folder = self.folder(batch.owner, batch.id)
-        with self._files.locked(folder.parent):
+        with self._files.lock(folder.parent):
             before = self._state(folder)
             if before.epoch >= epoch or before.status in ENDED:
                 raise Outdated
@@ -256,7 +256,7 @@ class BatchStore:
     def write(self, batch: OpenBatch, state: BatchState, first: Callable[[], None] | None = None) -> None:
         """Write the next state of an epoch. first: called while no other epoch can begin. Raise Outdated."""
         folder = self.folder(batch.owner, batch.id)
-        with self._files.locked(folder.parent):
+        with self._files.lock(folder.parent):
             if self._state(folder).epoch != state.epoch:
                 raise Outdated
             if first is not None:

@@ -86,8 +86,8 @@ class Run:
         self._epoch = epoch
         self._state = BatchState()
         self._folder = means.batches.folder(batch.owner, batch.id)
-        self._running: dict[int, Exchange] = {}
-        self._writing: asyncio.Future[None] | None = None  # the last write of the state
+        self._exchanges: dict[int, Exchange] = {}
+        self._state_write: asyncio.Future[None] | None = None  # the last write of the state
 
     async def run(self) -> None:
         """Run to the end of the batch. Raise Outdated; before the end of its window also OSError and others."""
@@ -99,7 +99,7 @@ class Run:
             if time.time() < self._order.expires_at:
                 raise
             log.exception("batch %s ends with what it has; its window is over", self._batch.id)
-            await self._written()
+            await self._wait_written()
             await self._means.files.in_thread(self._give_up)
 
     async def _run(self) -> None:
@@ -113,7 +113,7 @@ class Run:
                 return
             problems = await self._means.files.in_thread(lines.check, self._order.endpoint, self._means.most_line_bytes)
             if problems:
-                failed = self._state.moved("failed", time.time(), errors=problems)
+                failed = self._state.move("failed", time.time(), errors=problems)
                 await self._means.files.in_thread(batches.close, self._batch, failed)
                 return
             counted = await self._means.files.in_thread(rows, self._folder, self._state.sealed, self._epoch)
@@ -121,7 +121,7 @@ class Run:
             usage = _total(counted)
             self._state = replace(self._state, total=len(lines), completed=len(counted) - bad, failed=bad, usage=usage)
             if self._state.status == "validating":
-                self._state = self._state.moved("in_progress", time.time())
+                self._state = self._state.move("in_progress", time.time())
             await self._write()
             todo = [number for number in await self._means.files.in_thread(lines.order) if number not in counted]
             writer = Writer(self._means.files, journal)
@@ -137,15 +137,15 @@ class Run:
 
     async def _write(self) -> None:
         """Write the state to the disk, behind a write that its task was cancelled at: it would land later."""
-        await self._written()
+        await self._wait_written()
         files, batches = self._means.files, self._means.batches
-        self._writing = asyncio.ensure_future(files.in_thread(batches.write, self._batch, self._state))
-        await asyncio.shield(self._writing)
+        self._state_write = asyncio.ensure_future(files.in_thread(batches.write, self._batch, self._state))
+        await asyncio.shield(self._state_write)
 
-    async def _written(self) -> None:
+    async def _wait_written(self) -> None:
         """Return when no thread writes the state."""
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
+        if self._state_write is not None:
+            await asyncio.wait([self._state_write])
 
     # Lines
 
@@ -208,8 +208,8 @@ class Run:
             return self._fails("file_quota_exceeded", FULL)
         return ""
 
-    async def _send_all(self, lines: InputLines, waiting: Iterator[int], writer: Writer) -> None:
-        for number in waiting:
+    async def _send_all(self, lines: InputLines, numbers: Iterator[int], writer: Writer) -> None:
+        for number in numbers:
             is_failed, row, usage = await self._row(lines, number)
             await writer.put(number, is_failed, row)
             self._count(is_failed, usage)
@@ -224,13 +224,13 @@ class Run:
             raise
         except Exception:
             log.exception("line %d of %s has no answer", number, self._batch.id)
-            text = await self._means.files.in_thread(self._unanswered, lines, number, "internal_error", BROKEN)
+            text = await self._means.files.in_thread(self._error_line, lines, number, "internal_error", BROKEN)
             return True, text, Usage()
 
     def _row_id(self, number: int) -> str:
         return "batch_req_" + hashlib.sha256(f"{self._batch.id}:{number}".encode()).hexdigest()[:24]
 
-    def _unanswered(self, lines: InputLines, number: int, code: str, message: str) -> bytes:
+    def _error_line(self, lines: InputLines, number: int, code: str, message: str) -> bytes:
         """Return the output line of a request without an answer; blocks."""
         try:
             custom_id = lines.read(number).custom_id
@@ -254,7 +254,7 @@ class Run:
         while True:
             async with self._means.slots:
                 caller = self._caller()
-                exchange = None if caller is None else await self._sent(caller, lines, number, faults)
+                exchange = None if caller is None else await self._send_once(caller, lines, number, faults)
             if exchange is None:
                 await asyncio.sleep(WATCH_S)
                 continue
@@ -278,25 +278,25 @@ class Run:
             raise KeyGone
         return caller
 
-    async def _sent(self, caller: Caller, lines: InputLines, number: int, faults: int) -> Exchange:
+    async def _send_once(self, caller: Caller, lines: InputLines, number: int, faults: int) -> Exchange:
         """Send a line once; return its answer. Raise LineError."""
         line = await self._means.files.in_thread(lines.read, number)
         body = {**line.body, "priority": "low"}
         if line.url != UNSEEDED and body.get("seed") is None:
             body["seed"] = seed_of(self._batch.id, number)
         exchange = Exchange(caller, line.url, orjson.dumps(body), f"{self._batch.id}:{number}:{faults}", line.custom_id)
-        self._running[number] = exchange
+        self._exchanges[number] = exchange
         try:
             await exchange.run(self._means.app)
         except Exception:
             log.exception("line %d of %s failed", number, self._batch.id)
             exchange.fail()
-        self._running.pop(number, None)  # those that are cancelled stay, for `_cancel_running`
+        self._exchanges.pop(number, None)  # those that are cancelled stay, for `_cancel_running`
         return exchange
 
     async def _cancel_running(self) -> None:
         """Cancel the requests that still run: their answers are not read."""
-        for exchange in self._running.values():
+        for exchange in self._exchanges.values():
             if exchange.request_id:
                 try:
                     await self._means.cancel(exchange.request_id, self._order.tenant)
@@ -305,19 +305,19 @@ class Run:
 
     # The end
 
-    async def _finish(self, ending: str, lines: InputLines, journal: Journal) -> None:
+    async def _finish(self, status: str, lines: InputLines, journal: Journal) -> None:
         """Write the output files and the last status.
 
         Their ids are on the disk first, so that an epoch that has to do this again writes the same files.
         """
         self._choose_outputs()
-        if ending == "completed":
-            self._state = self._state.moved("finalizing", time.time())
+        if status == "completed":
+            self._state = self._state.move("finalizing", time.time())
         await self._write()
-        if ending == "expired":
+        if status == "expired":
             await self._means.files.in_thread(self._expire, lines, journal)
-        last = await self._means.files.in_thread(self._publish, ending)
-        log.info("batch %s %s: %d answered, %d failed", self._batch.id, ending, last.completed, last.failed)
+        last = await self._means.files.in_thread(self._publish, status)
+        log.info("batch %s %s: %d answered, %d failed", self._batch.id, status, last.completed, last.failed)
 
     def _choose_outputs(self) -> None:
         if not self._state.outputs:
@@ -327,7 +327,7 @@ class Run:
         """Write an error line for each line without an answer; blocks."""
         counted = rows(self._folder, self._state.sealed, self._epoch)
         left = [number for number in range(len(lines)) if number not in counted]
-        journal.append([(number, True, self._unanswered(lines, number, "batch_expired", EXPIRED)) for number in left])
+        journal.append([(number, True, self._error_line(lines, number, "batch_expired", EXPIRED)) for number in left])
 
     def _give_up(self) -> None:
         """End a batch that cannot be ended as it should: with the answers that it has, or at last without; blocks."""
@@ -341,9 +341,9 @@ class Run:
             if time.time() < self._order.expires_at + GIVE_UP_S:
                 raise
             ending = self._fails("internal_error", BROKEN)
-            self._means.batches.close(self._batch, self._state.moved(ending, time.time()))
+            self._means.batches.close(self._batch, self._state.move(ending, time.time()))
 
-    def _publish(self, ending: str) -> BatchState:
+    def _publish(self, status: str) -> BatchState:
         """Make files of the journals and close the batch; blocks."""
         counted = rows(self._folder, self._state.sealed, self._epoch)
         parts = self._folder / f".good-{self._epoch}", self._folder / f".bad-{self._epoch}"
@@ -351,8 +351,8 @@ class Run:
             part.unlink(missing_ok=True)
         *counts, expired = write_outputs(self._folder, counted, parts)
         ids = [file_id if count else None for file_id, count in zip(self._state.outputs, counts, strict=True)]
-        last = self._state.moved(
-            ending, time.time(), completed=counts[0], failed=counts[1], expired=expired,
+        last = self._state.move(
+            status, time.time(), completed=counts[0], failed=counts[1], expired=expired,
             usage=_total(counted), output_file_id=ids[0], error_file_id=ids[1],
         )  # fmt: skip
 
@@ -366,9 +366,9 @@ class Run:
         return last
 
 
-def _total(counted: dict[int, Row]) -> Usage:
+def _total(rows: dict[int, Row]) -> Usage:
     """Return the tokens of all rows."""
-    return sum((row.usage for row in counted.values()), Usage())
+    return sum((row.usage for row in rows.values()), Usage())
 
 
 class Writer:
@@ -377,13 +377,13 @@ class Writer:
     def __init__(self, files: FileStore, journal: Journal) -> None:
         self._files = files
         self._journal = journal
-        self._waiting: list[tuple[tuple[int, bool, bytes], asyncio.Future[None]]] = []
+        self._rows: list[tuple[tuple[int, bool, bytes], asyncio.Future[None]]] = []
         self._work: asyncio.Task[None] | None = None
 
     async def put(self, number: int, is_failed: bool, line: bytes) -> None:
         """Return when the row is on the disk. Raise OSError."""
         done = asyncio.get_running_loop().create_future()
-        self._waiting.append(((number, is_failed, line), done))
+        self._rows.append(((number, is_failed, line), done))
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._write())
         await done
@@ -394,8 +394,8 @@ class Writer:
             await asyncio.wait({self._work})
 
     async def _write(self) -> None:
-        while self._waiting:
-            taken, self._waiting = self._waiting, []
+        while self._rows:
+            taken, self._rows = self._rows, []
             try:
                 await self._files.in_thread(self._journal.append, [row for row, _ in taken])
             except OSError as error:

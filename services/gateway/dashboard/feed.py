@@ -67,11 +67,11 @@ class Feed:
         self._past: dict[str, dict[str, list[float]]] = {}
         self._gateway_id = gateway_id
         self._usage = ProcessUsage()
-        self._reading = asyncio.Lock()  # one long history at a time
+        self._read_lock = asyncio.Lock()  # one long history at a time
 
     async def history(self, seconds: int) -> bytes:
         """Return the history of every shard as JSON. Raise ApiError(503) when Redis does not answer."""
-        async with self._reading:
+        async with self._read_lock:
             redis = connect(self._settings, connections=1, socket_timeout_s=2.0)
             try:
                 return orjson.dumps(await StackReader(redis, self._settings.keys).histories(seconds, POINTS))

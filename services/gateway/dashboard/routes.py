@@ -49,7 +49,7 @@ def router(gateway: Gateway, on_public_port: bool) -> APIRouter:
     feed = Feed(gateway.settings, gateway.id)
 
     async def file(request: Request) -> Response:
-        if on_public_port and not gateway.keyring.needed:
+        if on_public_port and not gateway.keyring.needs_key:
             return _to_ops_port(gateway, request)
         return page(_HERE / FILES[request.url.path])
 
@@ -60,10 +60,10 @@ def router(gateway: Gateway, on_public_port: bool) -> APIRouter:
     @routes.get(EVENTS, include_in_schema=not on_public_port)
     async def events(request: Request) -> Response:
         """Send what the page shows, as server-sent events: `past` once, `now` each second."""
-        if on_public_port and not gateway.keyring.needed:
+        if on_public_port and not gateway.keyring.needs_key:
             return _to_ops_port(gateway, request)
         require_operator(request)
-        if gateway.draining:
+        if gateway.is_draining:
             raise unavailable("the gateway is shutting down", "shutting_down", 5)
         return _Events(gateway, feed, feed.enter())
 
@@ -72,7 +72,7 @@ def router(gateway: Gateway, on_public_port: bool) -> APIRouter:
         request: Request, seconds: Annotated[int, Query(ge=1, le=LONGEST_S, description="how far back")] = HISTORY_S
     ) -> Response:
         """Return the columns of the page's charts by shard, at most about 600 rows, for a longer range of time."""
-        if on_public_port and not gateway.keyring.needed:
+        if on_public_port and not gateway.keyring.needs_key:
             return _to_ops_port(gateway, request)
         require_operator(request)
         return Response(
@@ -118,6 +118,6 @@ class _Events(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        while not self._gateway.draining:
+        while not self._gateway.is_draining:
             await send({"type": "http.response.body", "body": await self._viewer.take(), "more_body": True})
         await send({"type": "http.response.body", "body": b""})

@@ -37,7 +37,7 @@ class BackgroundTasks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.readerless: set[str] = set()
         """Requests to take back: a client streamed them and has disconnected, or nothing reads them."""
-        self.ended: dict[str, int] = {}
+        self.end_counts: dict[str, int] = {}
         """Choices of requests that were read to their ends, until they are removed in Redis; 0 of a failure."""
         self.unreadable: dict[str, float] = {}
         """Requests that cannot be read here, and until when they are left to other gateways."""
@@ -45,7 +45,7 @@ class BackgroundTasks:
         """Called with the id of each request that has ended, well or not."""
 
     @property
-    def kept(self) -> list[str]:
+    def request_ids(self) -> list[str]:
         """Return the ids of the requests that are read now."""
         return list(self._tasks)
 
@@ -54,7 +54,7 @@ class BackgroundTasks:
         request_id = generation.spec.id
         task = asyncio.create_task(self._read(generation))
         self._tasks[request_id] = task
-        task.add_done_callback(lambda task: self._gone(request_id, task))
+        task.add_done_callback(lambda task: self._on_end(request_id, task))
 
     def leave(self, request_id: str) -> None:
         """Leave a request that cannot be read here to the other gateways for LEFT_S."""
@@ -67,7 +67,7 @@ class BackgroundTasks:
     async def _read(self, generation: Generation) -> None:
         request_id, is_over = generation.spec.id, True
         try:
-            while not generation.done:
+            while not generation.is_done:
                 await generation.next()
         except ApiError as error:
             is_over = generation.has_failed
@@ -79,9 +79,9 @@ class BackgroundTasks:
             return
         if self.on_end is not None:
             await self.on_end(request_id)  # when this process ends meanwhile, another gateway adopts the request
-        self.ended[request_id] = generation.spec.choices if generation.done else 0
+        self.end_counts[request_id] = generation.spec.choices if generation.is_done else 0
 
-    def _gone(self, request_id: str, task: asyncio.Task[None]) -> None:
+    def _on_end(self, request_id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id]
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -124,7 +124,7 @@ class OrphanAdopter:
         self._streams = streams
         self._redis: Any = connect(settings, connections=1)
         self._scripts = Scripts(self._redis)
-        self._missing: dict[str, float] = {}
+        self._missing_since: dict[str, float] = {}
         self._unread: set[str] = set()  # requests that had no reader at the last look
         self._letters = letters or DeadLetters()
 
@@ -156,7 +156,7 @@ class OrphanAdopter:
         """Compare this gateway's set with what it reads, and read requests again that are left."""
         await self._compare_own()
         for request_id in list(self._background.readerless):
-            if await self._tried(request_id, self._gateway_id) or request_id in self._background.unreadable:
+            if await self._try_adopt(request_id, self._gateway_id) or request_id in self._background.unreadable:
                 self._background.readerless.discard(request_id)
 
     async def _compare_own(self) -> None:
@@ -166,23 +166,23 @@ class OrphanAdopter:
         key, background = self._keys.background_of(self._gateway_id), self._background
         sample = await self._redis.srandmember(key, BATCH)  # all of a large set would hold Redis and the event loop
         members = self._letters.read_all(key, sample, text)
-        attended = {*background.kept, *background.readerless, *self._streams}
-        names = {*members, *background.ended, *self._unread} - attended
+        attended = {*background.request_ids, *background.readerless, *self._streams}
+        names = {*members, *background.end_counts, *self._unread} - attended
         waiting, unread = set[str](), set[str]()
         if names:
-            rows = {name: background.ended.get(name, -1) for name in names}
+            rows = {name: background.end_counts.get(name, -1) for name in names}
             waiting, unread = await self._forget(self._gateway_id, rows)
         again = unread & self._unread
         background.readerless |= again - background.unreadable.keys()
         self._unread = unread - again
         for name in again | (names - waiting - unread):
-            background.ended.pop(name, None)
+            background.end_counts.pop(name, None)
 
     async def _look_for_orphans(self) -> None:
-        for gateway in await self._gone():
+        for gateway in await self._lost_gateways():
             await self.adopt_from(gateway)
 
-    async def _gone(self) -> list[str]:
+    async def _lost_gateways(self) -> list[str]:
         """Gateways without a heartbeat that may leave requests behind."""
         members = await self._redis.smembers(self._keys.background)
         gateways = self._letters.read_all(self._keys.background, members, text)
@@ -190,8 +190,8 @@ class OrphanAdopter:
         beats = await self._redis.mget([self._keys.alive("gateway", name) for name in names]) if names else []
         now = time.monotonic()
         silent = [name for name, beat in zip(names, beats, strict=True) if beat is None]
-        self._missing = {name: self._missing.get(name, now) for name in silent}
-        return [name for name, since in self._missing.items() if now - since >= GONE_S]
+        self._missing_since = {name: self._missing_since.get(name, now) for name in silent}
+        return [name for name, since in self._missing_since.items() if now - since >= GONE_S]
 
     async def adopt_from(self, gateway: str) -> None:
         """Adopt background requests of a gateway that has died, BATCH at most."""
@@ -204,10 +204,10 @@ class OrphanAdopter:
         for request_id in names:
             if request_id in self._background.unreadable:
                 continue
-            claim = self._keys.adopting(request_id)
+            claim = self._keys.adopter(request_id)
             if not await self._redis.set(claim, self._gateway_id, nx=True, px=ADOPTING_MS):
                 continue
-            if await self._tried(request_id, gateway):
+            if await self._try_adopt(request_id, gateway):
                 adopted.add(request_id)
             elif request_id in self._background.unreadable:
                 await self._redis.delete(claim)
@@ -223,7 +223,7 @@ class OrphanAdopter:
         waiting, unread = ({name.decode() for name in part} for part in answer)
         return waiting, unread
 
-    async def _tried(self, request_id: str, gateway: str) -> bool:
+    async def _try_adopt(self, request_id: str, gateway: str) -> bool:
         """Adopt one request. Return False when it is to be tried again, after a while if it is in `unreadable`."""
         try:
             await self._adopt(request_id, gateway)

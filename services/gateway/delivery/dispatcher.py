@@ -41,7 +41,7 @@ from services.gateway.errors import (
     RETRY,
     ApiError,
     broken_record,
-    interrupted,
+    interruption_error,
     redis_silent,
     slow_client,
     taken_over,
@@ -98,23 +98,23 @@ class Retries:
     """Commands for the next try, oldest first."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[str, str], Command] = {}
+        self._commands: dict[tuple[str, str], Command] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._commands)
 
     def keep(self, command: Command) -> None:
         """Keep a command for the next round, in place of an earlier one of the same key."""
-        earlier = self._waiting.pop(command.key, None)
+        earlier = self._commands.pop(command.key, None)
         if earlier is not None:
             command.refusals = max(command.refusals, earlier.refusals)
-        elif len(self._waiting) >= MOST_KEPT:
-            request_id, kind = oldest = next(iter(self._waiting))
-            del self._waiting[oldest]
+        elif len(self._commands) >= MOST_KEPT:
+            request_id, kind = oldest = next(iter(self._commands))
+            del self._commands[oldest]
             log.error("dropping %s of %s: %d commands are waiting for Redis", kind, request_id, MOST_KEPT)
-        self._waiting[command.key] = command
+        self._commands[command.key] = command
 
-    def refused(self, command: Command, error: Exception) -> None:
+    def on_refusal(self, command: Command, error: Exception) -> None:
         """Keep a command that Redis refused, until MOST_REFUSALS."""
         request_id, kind = command.key
         command.refusals += 1
@@ -127,7 +127,7 @@ class Retries:
 
     def take(self) -> list[Command]:
         """Return all waiting commands and forget them; the caller tries them now."""
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._commands = self._commands, {}
         return list(waiting.values())
 
 
@@ -217,9 +217,9 @@ def entry_of(
     caller: Caller,
     delivery: bytes,
     bounds: QueueBounds,
-    started: float,
+    start_s: float,
 ) -> Entry:
-    """Return what the backlog keeps of a request. started: time.monotonic() at its arrival."""
+    """Return what the backlog keeps of a request. start_s: time.monotonic() at its arrival."""
     request, prompts, grammar = spec.to_request(gateway_id, caller.tenant, caller.salt)
 
     def arguments(left_ms: int) -> list[Value]:
@@ -236,7 +236,7 @@ def entry_of(
         priority=CLASSES.index(spec.priority),
         size_bytes=request.ByteSize() + len(prompts) + len(grammar) + len(delivery) + spec.conversation_bytes,
         survives=spec.survives_client,
-        expires_at=started + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,
+        expires_at=start_s + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,
         answer=asyncio.get_running_loop().create_future(),
         request_id=spec.id,
         is_named=spec.is_named,
@@ -245,7 +245,9 @@ def entry_of(
     )
 
 
-def enqueueing(keys: Keys, gateway_id: str, entries: Sequence[Entry], now: float) -> tuple[list[str], list[Value]]:
+def enqueue_arguments(
+    keys: Keys, gateway_id: str, entries: Sequence[Entry], now: float
+) -> tuple[list[str], list[Value]]:
     """Return the keys and arguments of enqueue.lua for these entries. now: time.monotonic()."""
     redis_keys = [keys.queue, keys.background, keys.background_of(gateway_id)]
     arguments: list[Value] = [LIVE_TTL_MS, gateway_id, MEMORY_MOST]
@@ -283,12 +285,12 @@ class Dispatcher:
         self._jobs: deque[Job] = deque()
         self._questions = 0  # among the jobs
         self._answers: set[asyncio.Future[Any]] = set()  # of questions among the jobs
-        self._stopping = False
-        self._cached: list[tuple[str, int, int]] = []  # request, choice, prompt tokens that the prefix cache had
+        self._is_stopping = False
+        self._cached_tokens: list[tuple[str, int, int]] = []  # request, choice, prompt tokens that the prefix cache had
         self._backlog: Backlog[Entry] = Backlog()
         self._unread: dict[str, RequestStream] = {}  # their records are to be read
         self._skipped_entry = False  # since the last look of the watch: any request may lack rows of it
-        self._more = asyncio.Event()
+        self._has_more = asyncio.Event()
         self._retries = Retries()
         self._streams: dict[str, RequestStream] = {}
         self._keeps_stream = False  # at a stop: the last tokens of a request that goes on may be nowhere else
@@ -304,7 +306,7 @@ class Dispatcher:
         """End the tasks after the queued jobs, and delete this gateway's stream unless a request continues. From now on
         no question and no new request is taken.
         """
-        self._stopping = True
+        self._is_stopping = True
         if self._tasks and not self._cluster.redis_error:
             flushed = asyncio.Event()
 
@@ -322,10 +324,10 @@ class Dispatcher:
         await end(*tasks)
         while self._backlog:
             batch, late = self._backlog.take(time.monotonic())
-            _fail([*batch, *late], stopping())
+            _fail([*batch, *late], stopping_error())
         for answer in list(self._answers):
             if not answer.done():
-                answer.set_exception(stopping())
+                answer.set_exception(stopping_error())
         if not self._cluster.redis_error and not self._keeps_stream:
             try:
                 await self._redis.delete(self._keys.tokens(self.gateway_id))
@@ -353,41 +355,41 @@ class Dispatcher:
         caller: Caller,
         delivery: bytes,
         bounds: QueueBounds,
-        started: float | None = None,
+        start_s: float | None = None,
     ) -> list[Any]:
         """Put the request into its class's stream, unless its id is there. Return the answer of enqueue.lua: `ok`,
         `duplicate` or a refusal, after which the stream gets nothing. Refusals of the backlog have the same form:
         {backlog, *Full} and {expired}, for a deadline that passed.
 
-        started: time.monotonic() at its arrival, from which its deadline counts; None means now. Raise ApiError(503).
+        start_s: time.monotonic() at its arrival, from which its deadline counts; None means now. Raise ApiError(503).
         `close` has to follow, except after a refusal. A connection that reads the request already keeps it: only
         `adopt` takes it over.
         """
         self._refuse_new()
-        stream.enqueued = False
+        stream.is_enqueued = False
         if spec.id not in self._streams:
             self._register(stream)
-        begin = time.monotonic() if started is None else started
+        begin = time.monotonic() if start_s is None else start_s
         entry = entry_of(self._keys, self.gateway_id, spec, caller, delivery, bounds, begin)
         full = self._backlog.full(entry.tenant, bounds.share, bounds.tenant_share, entry.size_bytes)
         if full is None:
             self._backlog.put(entry)
-            self._more.set()
-            answer = await self._answered(entry)
+            self._has_more.set()
+            answer = await self._wait_answer(entry)
         else:
             answer = [b"backlog", *full]
         match answer[0]:
             case b"ok":
-                stream.enqueued, stream.allowance = True, (answer[2], answer[3])
+                stream.is_enqueued, stream.allowance = True, (answer[2], answer[3])
                 if self._streams.get(spec.id) is not stream:  # the one before it was refused
                     self._register(stream)
             case b"duplicate":
-                stream.enqueued = True
+                stream.is_enqueued = True
             case _:
                 self._forget(stream)
         return answer
 
-    async def _answered(self, entry: Entry) -> list[Any]:
+    async def _wait_answer(self, entry: Entry) -> list[Any]:
         """Wait for the answer to an entry of the backlog, until its deadline. Raise ApiError(503)."""
         left_s = None if math.isinf(entry.expires_at) else entry.expires_at - time.monotonic()
         try:
@@ -421,7 +423,7 @@ class Dispatcher:
         """End the delivery of a request. With a reason the request is cancelled, unless another stream delivers it by
         now.
         """
-        self._keeps_stream |= not (cancel_reason or stream.done)
+        self._keeps_stream |= not (cancel_reason or stream.is_done)
         if self._forget(stream) and cancel_reason:
             self.cancel(stream.request_id, cancel_reason)
 
@@ -432,8 +434,11 @@ class Dispatcher:
             (request_id, "cancel"), lambda: self._control(request_id, "cancel", control, gateway=self.gateway_id)
         )
 
-    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
-        """End a choice at a stop string: tokens 0 .. at_token - 1 stay. written: called once Redis has the command."""
+    def stop_choice(self, request_id: str, choice: int, at_token: int, on_written: Callable[[], None]) -> None:
+        """End a choice at a stop string: tokens 0 .. at_token - 1 stay.
+
+        on_written: called once Redis has the command.
+        """
         stop = queue_pb2.Control.Stop(id=request_id, choice=choice, at_token=at_token)
         control = queue_pb2.Control(stop=stop)
 
@@ -442,9 +447,9 @@ class Dispatcher:
                 await self._control(request_id, "stop", control, choice, at_token, gateway=self.gateway_id)
                 != "elsewhere"
             ):
-                written()
+                on_written()
             elif stream := self._streams.get(request_id):
-                stream.fail(taken_over(), cut=True)
+                stream.fail(taken_over(), is_cut=True)
 
         self._command((request_id, f"stop {choice}"), send)
 
@@ -466,7 +471,7 @@ class Dispatcher:
 
         return await self.ask(read)
 
-    def decoded(self, request_id: str, record: dict[bytes, bytes], decode: Callable[[dict[bytes, bytes]], T]) -> T:
+    def decode(self, request_id: str, record: dict[bytes, bytes], decode: Callable[[dict[bytes, bytes]], T]) -> T:
         """Return decode(record) of `req:{id}`. Raise ApiError(500) for a record that cannot be read."""
         found = self._letters.read(self._keys.req(request_id), record, decode)
         if found is None:
@@ -477,14 +482,14 @@ class Dispatcher:
         """Fill a stream that gets nothing else from the record of its request. Raise ApiError(503)."""
 
         async def question() -> Missing:
-            (found,) = await _missing(self._redis, self._keys, [stream])
+            (found,) = await _read_missing(self._redis, self._keys, [stream])
             if isinstance(found, RedisError):
                 raise found
             return found
 
         record, rows = await self.ask(question)
         self._check_outputs(stream, rows)
-        self.decoded(stream.request_id, record, lambda found: fill(stream, found, rows))
+        self.decode(stream.request_id, record, lambda found: fill(stream, found, rows))
 
     def _check_outputs(self, stream: RequestStream, rows: list[tuple[int, Row]]) -> None:
         """Raise ApiError(500) for tokens of `out`, or log-probabilities, that no scheduler wrote."""
@@ -517,8 +522,8 @@ class Dispatcher:
     async def _work(self) -> None:
         while True:
             if not (self._jobs or self._backlog or self._unread):
-                self._more.clear()
-                await self._more.wait()
+                self._has_more.clear()
+                await self._has_more.wait()
             begin = time.monotonic()
             if self._backlog:
                 await self._attempt(self._enqueue_batch)
@@ -551,12 +556,12 @@ class Dispatcher:
         except Exception:
             log.exception("a job for Redis failed")
 
-    def submit(self, run: Callable[[], Awaitable[None]]) -> None:
-        self._put(Job(run))
+    def submit(self, action: Callable[[], Awaitable[None]]) -> None:
+        self._put(Job(action))
 
     def _put(self, job: Job) -> None:
         self._jobs.append(job)
-        self._more.set()
+        self._has_more.set()
 
     async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
         """Queue a question for the working task and wait for the answer. A cancelled caller leaves the question to the
@@ -579,13 +584,13 @@ class Dispatcher:
                 result = await question()
             except asyncio.CancelledError:
                 if not answer.done():
-                    answer.set_exception(interrupted())
+                    answer.set_exception(interruption_error())
                 raise
             except Exception as error:
                 if isinstance(error, Unreachable):
                     self._cluster.note_unreachable(str(error) or type(error).__name__)
                 if not answer.done():
-                    answer.set_exception(failed(error))
+                    answer.set_exception(client_error(error))
             else:
                 if not answer.done():
                     answer.set_result(result)
@@ -596,8 +601,8 @@ class Dispatcher:
 
     def _refuse_new(self) -> None:
         """Raise ApiError(503) once the stop has begun, and while Redis does not answer."""
-        if self._stopping:
-            raise stopping()
+        if self._is_stopping:
+            raise stopping_error()
         self._refuse_without_redis()
 
     def _refuse_without_redis(self) -> None:
@@ -610,14 +615,14 @@ class Dispatcher:
         begin = time.monotonic()
         batch, late = self._backlog.take(begin)
         for entry in late:
-            _set(entry.answer, [b"expired"])
+            _set_result(entry.answer, [b"expired"])
         if not batch:
             return
         try:
             self._refuse_without_redis()
-            answers = await self._enqueue(*enqueueing(self._keys, self.gateway_id, batch, begin))
+            answers = await self._enqueue(*enqueue_arguments(self._keys, self.gateway_id, batch, begin))
         except asyncio.CancelledError:
-            _fail(batch, interrupted())
+            _fail(batch, interruption_error())
             raise
         except Exception as error:
             if isinstance(error, Unreachable):
@@ -626,14 +631,14 @@ class Dispatcher:
                 for entry in batch:
                     if not entry.is_named:
                         self.cancel(entry.request_id, "its enqueueing got no answer")
-            _fail(batch, error if isinstance(error, ApiError) else failed(error))
+            _fail(batch, error if isinstance(error, ApiError) else client_error(error))
             return
         self._backlog.note_departures(len(batch), time.monotonic() - begin)
         for entry, answer in zip(batch, answers, strict=True):
             if answer[0] == b"error":
-                _fail([entry], failed(ResponseError(answer[1].decode("utf-8", "replace"))))
+                _fail([entry], client_error(ResponseError(answer[1].decode("utf-8", "replace"))))
             else:
-                _set(entry.answer, answer)
+                _set_result(entry.answer, answer)
 
     async def _enqueue(self, keys: list[str], arguments: list[Value]) -> list[list[Any]]:
         """Run enqueue.lua, twice at most: a connection that Redis closed shows only at the first use, and an id is
@@ -655,7 +660,7 @@ class Dispatcher:
                 self._cluster.note_unreachable(str(error) or type(error).__name__)
                 self._retries.keep(command)
             except RedisError as error:
-                self._retries.refused(command, error)
+                self._retries.on_refusal(command, error)
 
         self.submit(job)
 
@@ -669,7 +674,7 @@ class Dispatcher:
     def _register(self, stream: RequestStream) -> None:
         """Route the rows of a request to `stream` from now on, and end the stream that had them before."""
         if before := self._streams.get(stream.request_id):
-            before.fail(taken_over(), cut=True)
+            before.fail(taken_over(), is_cut=True)
             self._forget(before)
         self._streams[stream.request_id] = stream
         if stream.client:
@@ -736,18 +741,18 @@ class Dispatcher:
             if stream is not None:
                 self._settle(stream, row, first, stream.offer(row, first))
                 is_crowded |= stream.is_crowded
-                if row.cached:
+                if row.cached_tokens:
                     self._keep_cached(request_id, row)
         return is_crowded
 
     def _keep_cached(self, request_id: str, row: Row) -> None:
         """Have the record say what the prefix cache had, for an answer that is read again or elsewhere."""
-        if not self._cached:
+        if not self._cached_tokens:
             self.submit(self._write_cached)
-        self._cached.append((request_id, row.choice, row.cached))
+        self._cached_tokens.append((request_id, row.choice, row.cached_tokens))
 
     async def _write_cached(self) -> None:
-        taken, self._cached = self._cached, []
+        taken, self._cached_tokens = self._cached_tokens, []
         pipe: Any = self._redis.pipeline(transaction=False)
         for request_id, choice, cached in taken:
             key = self._keys.req(request_id)
@@ -766,8 +771,8 @@ class Dispatcher:
             self._refill(stream)
         elif outcome is Offer.OVERFLOW:
             self._metrics.slow_clients.inc()
-            error = slow_client(stream.bound)
-            stream.fail(error, cut=True)
+            error = slow_client(stream.max_rows)
+            stream.fail(error, is_cut=True)
             self.close(stream, "" if stream.survives else error.message)
 
     # Records: gaps, skipped entries and silence
@@ -778,7 +783,7 @@ class Dispatcher:
         """
         while True:
             await asyncio.sleep(EVERY_S)
-            self._cluster.unfinished = sum(not stream.done for stream in self._streams.values())
+            self._cluster.unfinished_count = sum(not stream.is_done for stream in self._streams.values())
             if self._cluster.redis_error:
                 continue
             for command in self._retries.take():
@@ -792,21 +797,21 @@ class Dispatcher:
 
     def _refill(self, stream: RequestStream) -> None:
         """Have the record of a request read, together with others."""
-        if stream.refilling or stream.failure is not None or not stream.enqueued:
+        if stream.is_refilling or stream.failure is not None or not stream.is_enqueued:
             return
-        stream.refilling = True
+        stream.is_refilling = True
         stream.last_read_at = time.monotonic()
         if (before := self._unread.get(stream.request_id)) is not None:
-            before.refilling = False
+            before.is_refilling = False
         self._unread[stream.request_id] = stream
-        self._more.set()
+        self._has_more.set()
 
     async def _read_batch(self) -> None:
         """Read the next records by one call, and give each request what it lacks."""
         taken = [self._unread.pop(name) for name in list(self._unread)[:ROUND]]
         streams = [one for one in taken if self._streams.get(one.request_id) is one]
         try:
-            for stream, found in zip(streams, await _missing(self._redis, self._keys, streams), strict=True):
+            for stream, found in zip(streams, await _read_missing(self._redis, self._keys, streams), strict=True):
                 if isinstance(found, Exception):
                     log.warning("record of %s not read: %s", stream.request_id, found)
                 else:
@@ -815,7 +820,7 @@ class Dispatcher:
             log.warning("records of %d requests not read: %s", len(streams), error)
         finally:
             for stream in taken:
-                stream.refilling = False
+                stream.is_refilling = False
 
     def _take_record(self, stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
         if b"state" not in record:
@@ -823,28 +828,28 @@ class Dispatcher:
             return
         # A request that has ended is delivered by any gateway, also by several at once.
         if record.get(b"state") != b"finished" and record.get(b"gateway", b"") != self.gateway_id.encode():
-            stream.fail(taken_over(), cut=True)
+            stream.fail(taken_over(), is_cut=True)
             return
         try:
             self._check_outputs(stream, rows)
-            ended = self.decoded(stream.request_id, record, lambda found: ends(found, stream.choices, rows))
-            self.decoded(stream.request_id, record, lambda found: (lacks_tokens(stream, found),))
-            self.decoded(stream.request_id, record, lambda found: take_cached(stream, found))
+            ended = self.decode(stream.request_id, record, lambda found: ends(found, stream.choices, rows))
+            self.decode(stream.request_id, record, lambda found: (lacks_tokens(stream, found),))
+            self.decode(stream.request_id, record, lambda found: take_cached(stream, found))
         except ApiError as error:
             stream.fail(error)
             return
         for first, row in rows:
-            self._metrics.refilled.inc()
+            self._metrics.refills.inc()
             self._settle(stream, row, first, stream.offer(row, first))
         for item in stream.take_ahead():
             # Still a gap: the missing tokens are not checkpointed yet; the watch reads the record again.
-            self._settle(stream, item.row, item.first, stream.offer(item.row, item.first))
+            self._settle(stream, item.row, item.first_index, stream.offer(item.row, item.first_index))
         if lacks_tokens(stream, record):
             stream.fail(broken_record())
             return
         for row in ended:
             # Rows of these that the stream still has are late now.
-            at = stream.received[row.choice]
+            at = stream.received_tokens[row.choice]
             self._settle(stream, row, at, stream.offer(row, at))
 
 
@@ -853,7 +858,7 @@ def _patience_s(stream: RequestStream) -> float:
     return min(SILENT_MOST_S, max(SILENT_S, stream.last_read_at - stream.last_row_at))
 
 
-def _set(answer: asyncio.Future[T], value: T) -> None:
+def _set_result(answer: asyncio.Future[T], value: T) -> None:
     """Answer a handler that may have gone."""
     if not answer.done():
         answer.set_result(value)
@@ -869,14 +874,14 @@ def _fail(entries: Sequence[Waiting], error: Exception) -> None:
 Missing = tuple[dict[bytes, bytes], list[tuple[int, Row]]]
 
 
-async def _missing(redis: Redis, keys: Keys, streams: Sequence[RequestStream]) -> list[Missing | RedisError]:
+async def _read_missing(redis: Redis, keys: Keys, streams: Sequence[RequestStream]) -> list[Missing | RedisError]:
     """Read of each stream `req:{id}` (empty when it has expired) and the tokens in `out` that it lacks, as (index of
     the first token, row); where Redis refused that, the error.
     """
     if not streams:
         return []
     pipe: Any = redis.pipeline(transaction=True)
-    before = [list(stream.received) for stream in streams]
+    before = [list(stream.received_tokens) for stream in streams]
     for stream, received in zip(streams, before, strict=True):
         pipe.hgetall(keys.req(stream.request_id))
         for choice, have in enumerate(received):
@@ -893,10 +898,10 @@ async def _missing(redis: Redis, keys: Keys, streams: Sequence[RequestStream]) -
     return records
 
 
-def _rows(stream: RequestStream, before: list[int], stored: list[bytes]) -> list[tuple[int, Row]]:
-    """Return the tokens of each choice behind those it had `before`. stored: of each its tokens, and records if any."""
+def _rows(stream: RequestStream, before: list[int], values: list[bytes]) -> list[tuple[int, Row]]:
+    """Return the tokens of each choice behind those it had `before`. values: of each its tokens, and records if any."""
     size = stream.record_bytes
-    outputs, logprobs = (stored[::2], stored[1::2]) if size else (stored, [b""] * len(stored))
+    outputs, logprobs = (values[::2], values[1::2]) if size else (values, [b""] * len(values))
     rows = []
     for choice, output in enumerate(outputs):
         if tokens := unpack(output[: len(output) // 4 * 4]).tolist():
@@ -904,12 +909,12 @@ def _rows(stream: RequestStream, before: list[int], stored: list[bytes]) -> list
     return rows
 
 
-def stopping() -> ApiError:
+def stopping_error() -> ApiError:
     """Return the 503 for a request that came as its gateway ended, or let go of its model."""
     return unavailable("gateway: it stops, or lets go of the model; send the request again", "redis_unavailable", 2)
 
 
-def failed(error: Exception) -> Exception:
+def client_error(error: Exception) -> Exception:
     """Return the error that the client gets when a Redis call failed; any other exception is returned as it is."""
     if isinstance(error, Unreachable):
         return redis_silent(error)

@@ -52,7 +52,7 @@ class StoredResponse:
         return [*self.input, *self.response["output"]]
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Return whether the answer is still to come, as far as the store knows."""
         return self.response["status"] in RUNNING
 
@@ -69,7 +69,7 @@ class _State(BaseModel):
 _STORED = TypeAdapter(StoredResponse)
 
 
-def _parsed(raw: bytes | ResponseError) -> StoredResponse:
+def _parse(raw: bytes | ResponseError) -> StoredResponse:
     if isinstance(raw, ResponseError):
         raise raw
     try:
@@ -140,7 +140,7 @@ class ResponseStore:
         raw = await self._ask(read)
         if not raw:  # it has gone just now
             return None, raw is not None
-        response = self._letters.read(key, raw, _parsed)
+        response = self._letters.read(key, raw, _parse)
         return (response, False) if response is not None and response.tenant == tenant else (None, False)
 
     async def look(self, response_id: str, tenant: str) -> tuple[int, bool]:

@@ -26,8 +26,8 @@ from services.gateway.errors import (
     TAKEN_OVER,
     ApiError,
     broken_record,
-    failed,
     unavailable,
+    worker_error,
 )
 from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
@@ -66,30 +66,30 @@ class Position:
     the usage, too.
     """
 
-    last: list[int]
+    last_tokens: list[int]
     usage: bool = False
 
     @staticmethod
-    def parse(given: str, request_id: str, choices: int) -> Position:
+    def parse(event_id: str, request_id: str, choices: int) -> Position:
         """Return the position in an event's id. Raise ApiError(400) for an id that is not of this request.
 
         >>> Position.parse("cmpl-1:4.-1", "cmpl-1", 2)
         Position(last=[4, -1], usage=False)
         """
-        owner, _, indices = given.rpartition(":")
+        owner, _, indices = event_id.rpartition(":")
         parts = indices.removesuffix(_USAGE).split(".")
         if owner != request_id or len(parts) != choices or not all(_INDEX.fullmatch(part) for part in parts):
             example = f"{request_id}:{'.'.join(['0'] * choices)}"
             raise ApiError(
                 400,
-                f"Last-Event-ID must be the id of an event of this request, such as {example}; got {quote(given)}",
+                f"Last-Event-ID must be the id of an event of this request, such as {example}; got {quote(event_id)}",
                 param="Last-Event-ID",
                 code="invalid_event_id",
             )
         return Position([max(NOTHING, int(part)) for part in parts], indices.endswith(_USAGE))
 
     def __str__(self) -> str:
-        return ".".join(map(str, self.last)) + _USAGE * self.usage
+        return ".".join(map(str, self.last_tokens)) + _USAGE * self.usage
 
 
 class Offer(Enum):
@@ -112,14 +112,14 @@ class Row:
     error: str = ""
     logprobs: bytes = b""  # a record of each token, if the request asked (shared/text/logprobs.py)
     drafts: int = 0  # guesses in the step that brought the tokens
-    cached: int = 0  # prompt tokens that the prefix cache had, with the first token
+    cached_tokens: int = 0  # prompt tokens that the prefix cache had, with the first token
 
 
 @dataclass(slots=True)
 class Ahead:
     """A row that came before its predecessors."""
 
-    first: int
+    first_index: int
     row: Row
 
 
@@ -127,30 +127,30 @@ class Ahead:
 class RequestStream:
     """Rows of one request.
 
-    bound: rows kept for a slow client; 0 means no bound (no client reads slowly). survives: the request continues
+    max_rows: rows kept for a slow client; 0 means no bound (no client reads slowly). survives: the request continues
     without its client. client: the tenant of the connection that waits for it; empty for a request without one.
     """
 
     request_id: str
     choices: int
-    bound: int = 0
+    max_rows: int = 0
     survives: bool = False
     client: str = ""
     record_bytes: int = 0  # of each token's log-probabilities, or vector
-    wanted: int = 0  # Sampling.logprobs; 0 of vectors
-    accepted: int = 0  # guesses that were right, and the others
-    rejected: int = 0
-    cached: dict[int, int] = field(default_factory=dict)  # choice -> prompt tokens that the prefix cache had
-    received: list[int] = field(init=False)
-    finished: list[bool] = field(init=False)
+    logprob_count: int = 0  # Sampling.logprobs; 0 of vectors
+    accepted_drafts: int = 0  # guesses that were right, and the others
+    rejected_drafts: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)  # choice -> prompt tokens that the prefix cache had
+    received_tokens: list[int] = field(init=False)
+    has_ended: list[bool] = field(init=False)
     allowance: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
     failure: ApiError | None = None
     ahead: list[Ahead] = field(default_factory=list)
-    enqueued: bool = True  # else no record is there yet
-    refilling: bool = False
+    is_enqueued: bool = True  # else no record is there yet
+    is_refilling: bool = False
     last_row_at: float = field(default_factory=time.monotonic)
     last_read_at: float = field(default_factory=time.monotonic)
-    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    is_cut: asyncio.Event = field(default_factory=asyncio.Event)
     _rows: list[Row] = field(default_factory=list)
     _parts: deque[Row] = field(default_factory=deque)  # of a row that was begun to be taken, before all others
     _has_more: bool = False  # whether the last `take` left rows
@@ -159,43 +159,43 @@ class RequestStream:
     _deliver: Callable[[Row], bool] | None = None  # while its owner waits in `take`
 
     def __post_init__(self) -> None:
-        self.received = [0] * self.choices
-        self.finished = [False] * self.choices
+        self.received_tokens = [0] * self.choices
+        self.has_ended = [False] * self.choices
 
     @property
-    def done(self) -> bool:
-        return all(self.finished)
+    def is_done(self) -> bool:
+        return all(self.has_ended)
 
     @property
     def is_crowded(self) -> bool:
         """Whether half of the rows that may wait do, and one turn of the event loop lets their owner take them. An
         owner that waits for the socket takes none.
         """
-        return self._is_awaited and 0 < self.bound <= 2 * len(self._rows)
+        return self._is_awaited and 0 < self.max_rows <= 2 * len(self._rows)
 
     def offer(self, row: Row, first: int) -> Offer:
         """Take a row; `first` is the index of its first token."""
         self.last_row_at = time.monotonic()
         choice = row.choice
-        if self.failure is not None or not 0 <= choice < self.choices or self.finished[choice]:
+        if self.failure is not None or not 0 <= choice < self.choices or self.has_ended[choice]:
             return Offer.LATE
-        have = self.received[choice]
+        have = self.received_tokens[choice]
         if first > have and not row.error:
             return Offer.GAP
         late = max(0, have - first)
         tokens = row.tokens[late:] if late else row.tokens
         if not tokens and not row.finish:
             return Offer.DUPLICATE
-        if self.bound and len(self._rows) >= self.bound:
+        if self.max_rows and len(self._rows) >= self.max_rows:
             return Offer.OVERFLOW
         if row.drafts:
             accepted = min(max(len(tokens) - 1, 0), row.drafts)
-            self.accepted += accepted
-            self.rejected += 0 if late else row.drafts - accepted  # of a row that came again they are counted
-        if row.cached:
-            self.cached[choice] = row.cached
-        self.received[choice] = have + len(tokens)
-        self.finished[choice] = row.finish != 0
+            self.accepted_drafts += accepted
+            self.rejected_drafts += 0 if late else row.drafts - accepted  # of a row that came again they are counted
+        if row.cached_tokens:
+            self.cached_tokens[choice] = row.cached_tokens
+        self.received_tokens[choice] = have + len(tokens)
+        self.has_ended[choice] = row.finish != 0
         if late:
             row = Row(choice, tokens, row.finish, row.error, row.logprobs[late * self.record_bytes :])
         if self._deliver is None or self._rows or row.finish or not self._deliver(row):
@@ -209,32 +209,32 @@ class RequestStream:
 
     def take_ahead(self) -> list[Ahead]:
         """Return rows put aside, in order; they are to be offered again."""
-        waiting, self.ahead = sorted(self.ahead, key=lambda item: item.first), []
+        waiting, self.ahead = sorted(self.ahead, key=lambda item: item.first_index), []
         return waiting
 
     def expire(self) -> None:
         """End all choices that have not ended, as past the deadline."""
-        for choice, finished in enumerate(self.finished):
-            if not finished:
-                self.offer(Row(choice, [], Finish.DEADLINE), self.received[choice])
+        for choice, has_ended in enumerate(self.has_ended):
+            if not has_ended:
+                self.offer(Row(choice, [], Finish.DEADLINE), self.received_tokens[choice])
 
     def end_choice(self, choice: int) -> None:
         """End a choice at a stop string: its later rows are dropped."""
-        self.finished[choice] = True
+        self.has_ended[choice] = True
 
     def wake(self) -> None:
         """Let `take` return, also with nothing: its caller may wait for something else."""
         self._wake.set()
 
-    def fail(self, error: ApiError, cut: bool = False) -> None:
-        """End the request for the client. With `cut` its writer is stopped even where it waits for the socket."""
+    def fail(self, error: ApiError, is_cut: bool = False) -> None:
+        """End the request for the client. With `is_cut` its writer is stopped even where it waits for the socket."""
         if self.failure is None:
             self.failure = error
             self._rows.clear()
             self._parts.clear()
             self._wake.set()
-        if cut:
-            self.cut.set()
+        if is_cut:
+            self.is_cut.set()
 
     async def take(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Row]:
         """Return rows since the last call; empty after `timeout_s` or `wake`. Raise ApiError once the request failed.
@@ -259,7 +259,7 @@ class RequestStream:
             raise self.failure
         most = max(1, AT_ONCE // (1 + self.record_bytes // RECORD_BYTES))
         if not self._parts and self._rows and len(self._rows[0].tokens) > most:
-            self._parts.extend(_cut(self._rows.pop(0), most, self.record_bytes))
+            self._parts.extend(_split_row(self._rows.pop(0), most, self.record_bytes))
         taken = [self._parts.popleft()] if self._parts else []
         if not self._parts:  # rows that have to wait stay where the bound counts them
             room = most - sum(len(row.tokens) for row in taken)
@@ -271,12 +271,12 @@ class RequestStream:
         return taken
 
 
-def _cut(row: Row, most: int, record_bytes: int) -> Iterator[Row]:
+def _split_row(row: Row, max_tokens: int, record_bytes: int) -> Iterator[Row]:
     """Yield rows of at most so many tokens that say the same. record_bytes: of each token."""
-    for first in range(0, len(row.tokens) - most, most):
-        records = row.logprobs[first * record_bytes : (first + most) * record_bytes]
-        yield Row(row.choice, row.tokens[first : first + most], logprobs=records)
-    last = (len(row.tokens) - 1) // most * most if row.tokens else 0
+    for first in range(0, len(row.tokens) - max_tokens, max_tokens):
+        records = row.logprobs[first * record_bytes : (first + max_tokens) * record_bytes]
+        yield Row(row.choice, row.tokens[first : first + max_tokens], logprobs=records)
+    last = (len(row.tokens) - 1) // max_tokens * max_tokens if row.tokens else 0
     yield replace(row, tokens=row.tokens[last:], logprobs=row.logprobs[last * record_bytes :])
 
 
@@ -328,8 +328,8 @@ def check_logprobs(rows: Iterable[tuple[RequestStream, Row]], vocab_size: int) -
     for stream, row in rows:
         if len(row.logprobs) != stream.record_bytes * len(row.tokens):
             raise ValueError(f"{len(row.logprobs)} bytes of log-probabilities for {len(row.tokens)} tokens")
-        if stream.wanted and row.logprobs:
-            by_width.setdefault(stream.wanted, []).append(row.logprobs)
+        if stream.logprob_count and row.logprobs:
+            by_width.setdefault(stream.logprob_count, []).append(row.logprobs)
     for wanted, records in by_width.items():
         check_records(b"".join(records), wanted, vocab_size)
 
@@ -353,8 +353,8 @@ def take_cached(stream: RequestStream, record: dict[bytes, bytes]) -> RequestStr
     Raise ValueError for a record that no gateway wrote.
     """
     for choice in range(stream.choices):
-        if choice not in stream.cached and (found := record.get(b"cached:%d" % choice)) is not None:
-            stream.cached[choice] = integer(found)
+        if choice not in stream.cached_tokens and (found := record.get(b"cached:%d" % choice)) is not None:
+            stream.cached_tokens[choice] = integer(found)
     return stream
 
 
@@ -370,7 +370,9 @@ def _lengths(record: dict[bytes, bytes], choices: int) -> dict[int, int]:
 def lacks_tokens(stream: RequestStream, record: dict[bytes, bytes]) -> bool:
     """Return whether a finished request had more tokens than a stream with all of `out` has: `out` is not whole."""
     lengths = _lengths(record, stream.choices)
-    return any(not stream.finished[choice] and stream.received[choice] < length for choice, length in lengths.items())
+    return any(
+        not stream.has_ended[choice] and stream.received_tokens[choice] < length for choice, length in lengths.items()
+    )
 
 
 def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> RequestStream:
@@ -381,7 +383,7 @@ def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int
     if lacks_tokens(stream, record):
         stream.fail(broken_record())
     for row in ends(record, stream.choices, rows):
-        stream.offer(row, stream.received[row.choice])
+        stream.offer(row, stream.received_tokens[row.choice])
     return stream
 
 
@@ -462,10 +464,10 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    accepted: int = 0  # guesses of next tokens that were right, and the others
-    rejected: int = 0
-    reasoning: int | None = None  # tokens of thinking; None of a request without
-    cached: int = 0  # prompt tokens that the prefix cache had
+    accepted_drafts: int = 0  # guesses of next tokens that were right, and the others
+    rejected_drafts: int = 0
+    reasoning_tokens: int | None = None  # tokens of thinking; None of a request without
+    cached_tokens: int = 0  # prompt tokens that the prefix cache had
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's `usage`."""
@@ -474,13 +476,16 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
-        if self.cached:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
+        if self.cached_tokens:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
         details: dict[str, int] = {}
-        if self.reasoning is not None:
-            details["reasoning_tokens"] = self.reasoning
-        if self.accepted or self.rejected:
-            details |= {"accepted_prediction_tokens": self.accepted, "rejected_prediction_tokens": self.rejected}
+        if self.reasoning_tokens is not None:
+            details["reasoning_tokens"] = self.reasoning_tokens
+        if self.accepted_drafts or self.rejected_drafts:
+            details |= {
+                "accepted_prediction_tokens": self.accepted_drafts,
+                "rejected_prediction_tokens": self.rejected_drafts,
+            }
         if details:
             usage["completion_tokens_details"] = details
         return usage
@@ -522,7 +527,7 @@ class ChoiceText:
     @property
     def stop_string(self) -> str | None:
         """Return the stop string that ended the choice."""
-        return None if self._matcher is None else self._matcher.matched
+        return None if self._matcher is None else self._matcher.matched_stop
 
     def grow(self, tokens: list[int]) -> str:
         """Return the text of tokens that end nothing, where nothing has to be looked for in it."""
@@ -580,7 +585,7 @@ class ChoiceText:
         rest, last = tools.flush()
         self.calls += last
         self.parts += tools.parts
-        if self.finish_reason == "stop" and tools.calls and not tools.cut:
+        if self.finish_reason == "stop" and tools.calls and not tools.is_cut:
             self.finish_reason = "tool_calls"
         return text + rest
 
@@ -598,7 +603,7 @@ class ChoiceText:
                 text += piece
                 continue
             text += self._match(matcher, piece)
-            if matcher.matched is not None:
+            if matcher.matched_stop is not None:
                 self.finish_reason = "stop"
                 return text, tokens[:used], True
         if finish_reason is None:
@@ -608,7 +613,7 @@ class ChoiceText:
         if matcher is None:
             return text + rest, tokens, False
         text += self._match(matcher, rest) + matcher.flush()
-        if matcher.matched is not None:  # the text ended with the stand-in of half a character
+        if matcher.matched_stop is not None:  # the text ended with the stand-in of half a character
             self.finish_reason = "stop"
             return text, tokens, True
         return text, tokens, False
@@ -624,7 +629,7 @@ class ChoiceText:
 class Commands(Protocol):
     """The commands that a generation gives the dispatcher."""
 
-    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None: ...
+    def stop_choice(self, request_id: str, choice: int, at_token: int, on_written: Callable[[], None]) -> None: ...
 
     def close(self, stream: RequestStream, cancel_reason: str = "") -> None: ...
 
@@ -641,31 +646,31 @@ class Generation:
         stream: RequestStream,
         commands: Commands,
         metrics: Metrics,
-        started: float,
+        start_s: float,
         position: Position | None = None,
         on_leave: Callable[[], None] | None = None,
     ) -> None:
         """Begin the delivery.
 
-        started: time.monotonic() at the request's arrival. position: how far the client has read. on_leave: called when
+        start_s: time.monotonic() at the request's arrival. position: how far the client has read. on_leave: called when
         the client has left and the request continues without it.
         """
         self.spec = spec
         self.stream = stream
         stream.record_bytes = spec.record_bytes
-        stream.wanted = 0 if spec.pooling else spec.sampling.logprobs
+        stream.logprob_count = 0 if spec.pooling else spec.sampling.logprobs
         self._commands = commands
         self._metrics = metrics
-        self._started = started
-        self._last: float | None = None
-        self._closed = False
+        self._start_s = start_s
+        self._last_delta_s: float | None = None
+        self._is_closed = False
         self.span: RequestSpan | None = None  # set where traces are sent
         self._on_leave = on_leave
         self.passed_over: Callable[[Delta], None] = _unread
         """Take what the client has already, for a writer with events that depend on it."""
         self._held_finishes = HeldFinishes(stream.wake)
         self._deadline: asyncio.TimerHandle | None = None
-        self._ended: ApiError | None = None  # raised by the next call of `next`
+        self._error: ApiError | None = None  # raised by the next call of `next`
         self.failure: ApiError | None = None
         prompts = [spec.prompts[index // spec.n] for index in range(spec.choices)]
         self.choices = [ChoiceText(spec, model, prompt, index) for index, prompt in enumerate(prompts)]
@@ -674,13 +679,13 @@ class Generation:
         self.vectors = [b""] * spec.choices  # float32, of a request with pooling
         self.logprobs = Logprobs(spec, model.text, self.choices) if spec.record_bytes else None
         self.position = position or Position([NOTHING] * spec.choices)
-        self._had = [last + 1 for last in self.position.last]  # tokens that the client has as text
+        self._had = [last + 1 for last in self.position.last_tokens]  # tokens that the client has as text
         self.is_plain = (
             self.choices[0].is_plain and not spec.record_bytes and max(self._had) <= 0
         )  # then only rows end it
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices) and not self._held_finishes
 
     @property
@@ -690,8 +695,8 @@ class Generation:
             tokens = 0
         thought = sum(choice.reasoning_tokens for choice in self.choices) if self.spec.reasoning else None
         # Of each prompt's first choice: later ones may find what it has computed.
-        cached = sum(stream.cached.get(choice, 0) for choice in range(0, self.spec.choices, self.spec.n))
-        return Usage(self.spec.prompt_tokens, tokens, stream.accepted, stream.rejected, thought, cached)
+        cached = sum(stream.cached_tokens.get(choice, 0) for choice in range(0, self.spec.choices, self.spec.n))
+        return Usage(self.spec.prompt_tokens, tokens, stream.accepted_drafts, stream.rejected_drafts, thought, cached)
 
     async def prompt_logprobs(self) -> PromptLogprobs | None:
         """Return the log-probabilities of the prompts, once the request has ended; None where none are wanted.
@@ -711,11 +716,11 @@ class Generation:
                 raise broken_record()
         return found
 
-    def end_at(self, when: float) -> None:
-        """End the request as past its deadline at time.monotonic() `when`, unless it has ended: a client that set one
+    def end_at(self, end_s: float) -> None:
+        """End the request as past its deadline at time.monotonic() `end_s`, unless it has ended: a client that set one
         waits no longer, whatever its tokens wait for.
         """
-        delay_s = max(0.0, when - time.monotonic())
+        delay_s = max(0.0, end_s - time.monotonic())
         self._deadline = asyncio.get_running_loop().call_later(delay_s, self.stream.expire)
 
     async def next(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Delta]:
@@ -725,8 +730,8 @@ class Generation:
         failed, was cancelled or its client was cut; earlier rows are returned first.
         """
         try:
-            if self._ended is not None:
-                raise self._ended
+            if self._error is not None:
+                raise self._error
             return self.apply(await self.stream.take(timeout_s, deliver))
         except ApiError as error:
             self.failure = error
@@ -738,7 +743,7 @@ class Generation:
     @property
     def has_failed(self) -> bool:
         """Whether the request itself ended without success; any other error is of its delivery here."""
-        return self._ended is not None
+        return self._error is not None
 
     @property
     def holds_end(self) -> bool:
@@ -755,9 +760,9 @@ class Generation:
             if choice.finish_reason is not None:
                 continue
             if row.finish in (Finish.ERROR, Finish.CANCELLED):
-                self._ended = _failure(row, self.spec)
+                self._error = _failure(row, self.spec)
                 if not deltas:
-                    raise self._ended
+                    raise self._error
                 break
             reason = REASONS.get(Finish(row.finish)) if row.finish else None
             skipped = max(0, self._had[row.choice] - choice.count)
@@ -769,7 +774,7 @@ class Generation:
             if stopped:
                 self.stream.end_choice(row.choice)
                 if row.finish != Finish.STOP:  # also when the row has an end: the record has to agree with the client
-                    written = self._held_finishes.hold(row.choice) if beyond < 2 else _nothing
+                    written = self._held_finishes.hold(row.choice) if beyond < 2 else _do_nothing
                     self._commands.stop_choice(self.spec.id, row.choice, choice.count, written)
                     ended = None
             if choice.finish_reason is not None:
@@ -811,28 +816,28 @@ class Generation:
             return "", [], stopped
         return choice.feed(tokens[skipped:], reason)
 
-    def _keep_logprobs(self, row: Row, skipped: int, tokens: list[int]) -> None:
-        """Keep the log-probabilities of `tokens`, those of the row that count, behind `skipped` that the client has."""
+    def _keep_logprobs(self, row: Row, skipped_tokens: int, tokens: list[int]) -> None:
+        """Keep the log-probabilities of `tokens`, those of the row that count, behind those that the client has."""
         if self.spec.pooling:
             self.vectors[row.choice] += row.logprobs
         elif self.logprobs is not None:
             size = self.spec.record_bytes
-            records = row.logprobs[size * skipped : size * (skipped + len(tokens))]
+            records = row.logprobs[size * skipped_tokens : size * (skipped_tokens + len(tokens))]
             self.logprobs.keep(row.choice, self.choices[row.choice].count - len(tokens), tokens, records)
 
     def close(self) -> None:
         """End the request's delivery; what still runs is cancelled, unless its client promised to come back."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         self.passed_over = _unread  # the writer, which refers to this generation
         if self.span is not None:
             ends = [choice.finish_reason or "" for choice in self.choices]
-            self.span.end(self.usage.completion_tokens, ends, self.done, self.failure)
-        if self.done:
+            self.span.end(self.usage.completion_tokens, ends, self.is_done, self.failure)
+        if self.is_done:
             reasons = [choice.finish_reason for choice in self.choices]
-            took_s = time.monotonic() - self._started
-            self._metrics.finished(self.spec, reasons, self.usage.completion_tokens, took_s)
+            took_s = time.monotonic() - self._start_s
+            self._metrics.count_finished(self.spec, reasons, self.usage.completion_tokens, took_s)
             self._commands.close(self.stream)
         elif self._is_wanted:
             self._commands.close(self.stream)
@@ -841,7 +846,7 @@ class Generation:
         elif self.failure is not None:
             self._commands.close(self.stream, self.failure.message)
         else:
-            self._metrics.cancelled.inc()
+            self._metrics.cancellations.inc()
             self._commands.close(self.stream, "the client left")
         self._held_finishes.close()
         if self._deadline is not None:
@@ -867,19 +872,19 @@ class Generation:
         if not tokens:
             return
         now = time.monotonic()
-        self._metrics.delivered(tokens, None if self._last is None else now - self._last)
-        if self._last is None:
+        self._metrics.on_delivery(tokens, None if self._last_delta_s is None else now - self._last_delta_s)
+        if self._last_delta_s is None:
             if self.span is not None:
                 self.span.first_token()
-            self._metrics.ttft.labels(self.spec.endpoint).observe(now - self._started)
-        self._last = now
+            self._metrics.ttft.labels(self.spec.endpoint).observe(now - self._start_s)
+        self._last_delta_s = now
 
 
 def _unread(_delta: Delta) -> None:
     """Ignore what the client has: events of most writers do not depend on it."""
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Ignore that a stop is written: the client has had the end before."""
 
 
@@ -887,4 +892,4 @@ def _failure(row: Row, spec: GenerationSpec) -> ApiError:
     """Return the error of a row that ends its request without success."""
     if row.finish == Finish.CANCELLED:
         return ApiError(409, "the request was cancelled", code="cancelled")
-    return failed(row.error, spec.grammar_field)
+    return worker_error(row.error, spec.grammar_field)

@@ -38,9 +38,11 @@ def boundary_of(content_type: str) -> bytes:
     try:
         boundary = message.get_boundary() or ""
     except ValueError:  # in the form of RFC 2231, with an encoding that decodes nothing
-        raise _broken(f"the boundary of {content_type[:80]!r} cannot be read; send it as boundary=TEXT") from None
+        raise _multipart_error(
+            f"the boundary of {content_type[:80]!r} cannot be read; send it as boundary=TEXT"
+        ) from None
     if not 0 < len(boundary) <= MAX_BOUNDARY or not boundary.isascii():
-        raise _broken(f"a boundary of 1 to {MAX_BOUNDARY} ASCII characters is needed; got {boundary[:80]!r}")
+        raise _multipart_error(f"a boundary of 1 to {MAX_BOUNDARY} ASCII characters is needed; got {boundary[:80]!r}")
     return boundary.encode()
 
 
@@ -86,7 +88,7 @@ class MultipartReader:
             return
         mark = bytes(self._buffer[:2])
         if mark not in (b"--", b"\r\n"):
-            raise _broken(f"a boundary is followed by {mark!r}; end it with CRLF")
+            raise _multipart_error(f"a boundary is followed by {mark!r}; end it with CRLF")
         del self._buffer[:2]
         self._step = None if mark == b"--" else self._head
         yield from ()
@@ -95,14 +97,14 @@ class MultipartReader:
         """Yield a part when its head is there."""
         at = self._buffer.find(b"\r\n\r\n")
         if (at if at >= 0 else len(self._buffer)) > MAX_HEAD_BYTES:
-            raise _broken(f"the head of a part has more than {MAX_HEAD_BYTES} bytes; send a shorter one")
+            raise _multipart_error(f"the head of a part has more than {MAX_HEAD_BYTES} bytes; send a shorter one")
         if at < 0:
             return
         head = bytes(self._buffer[:at])
         del self._buffer[: at + 4]
         self._parts += 1
         if self._parts > MAX_PARTS:
-            raise _broken(f"more than {MAX_PARTS} parts; send fewer fields")
+            raise _multipart_error(f"more than {MAX_PARTS} parts; send fewer fields")
         self._step = self._content
         yield _part(head)
 
@@ -113,16 +115,20 @@ def _part(head: bytes) -> Part:
         name, _, value = line.partition(":")
         if name.strip().lower() == "content-disposition":
             if value.count(";") > MAX_PARAMETERS:
-                raise _broken(f"a part has more than {MAX_PARAMETERS} parameters; send its name and its filename alone")
+                raise _multipart_error(
+                    f"a part has more than {MAX_PARAMETERS} parameters; send its name and its filename alone"
+                )
             message["content-disposition"] = value.strip()
     try:
         given, filename = message.get_param("name", header="content-disposition"), message.get_filename()
     except ValueError:  # as of a boundary
-        raise _broken(f"the filename of {head[:80]!r} cannot be read; send it as filename=TEXT in UTF-8") from None
+        raise _multipart_error(
+            f"the filename of {head[:80]!r} cannot be read; send it as filename=TEXT in UTF-8"
+        ) from None
     if not isinstance(given, str) or message.get_content_disposition() != "form-data":
-        raise _broken("a part has no name; send Content-Disposition: form-data; name=...")
+        raise _multipart_error("a part has no name; send Content-Disposition: form-data; name=...")
     return Part(given, filename)
 
 
-def _broken(problem: str) -> ApiError:
+def _multipart_error(problem: str) -> ApiError:
     return invalid(None, f"the body is no multipart/form-data: {problem}", "invalid_multipart")

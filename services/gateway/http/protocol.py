@@ -77,7 +77,7 @@ class Protocol(HttpToolsProtocol):
         self.url = b""  # uvicorn's; a refusal may come before the first request
         self._refusal: ApiError | None = None  # sent as soon as the client has sent something
         self._late: asyncio.TimerHandle | None = None
-        self._answered: RequestResponseCycle | None = None  # what is answered now, or was last
+        self._cycle: RequestResponseCycle | None = None  # what is answered now, or was last
         self._in_head = True
         self._head_bytes = 0  # received since the head began, without the read in which it did
         self._past_body_bytes = 0  # received behind a head since the last byte of a body: trailers, chunk extensions
@@ -105,14 +105,14 @@ class Protocol(HttpToolsProtocol):
         self._bounds.idle.pop(self, None)
         super().connection_lost(exc)
         # uvicorn notifies the newest request only; an older one that is still answered has to hear of it, too.
-        if (answered := self._answered) is not None and not answered.response_complete:
+        if (answered := self._cycle) is not None and not answered.response_complete:
             answered.disconnected = True
             answered.message_event.set()
         # Without its requests it is in no reference cycle, and gone with the last of them. Else a full collection has
         # to find it, which takes a second beside thousands of requests that wait.
         self._unset_keepalive_if_required()
         self.scope = self.cycle = None
-        self._answered = None
+        self._cycle = None
         self.pipeline.clear()
 
     def shutdown(self) -> None:
@@ -210,7 +210,7 @@ class Protocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answered = cycle
+        self._cycle = cycle
         cycle.transport = _CycleTransport(self)
         super()._start_asgi_task(cycle, app)
 
@@ -265,7 +265,7 @@ class Protocol(HttpToolsProtocol):
 
     def linger(self) -> None:
         """Send no more; close when the client has closed, or at a bound of LINGER_S and LINGER_BYTES."""
-        for cycle in (self.cycle, self._answered):
+        for cycle in (self.cycle, self._cycle):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()

@@ -44,7 +44,7 @@ from services.gateway.models import SERVING
 from services.gateway.openai.answers import SLOW_FLUSH_S
 from services.gateway.openai.bodies import (
     CompletionBody,
-    checked,
+    check_body,
     choose_adapter,
     parse_object,
     served_model,
@@ -61,7 +61,7 @@ log = logging.getLogger("orcinus.gateway")
 
 
 class Certificate:
-    """A chain and its key. gRPC calls `_renewed` at each handshake, on another thread."""
+    """A chain and its key. gRPC calls `_renew` at each handshake, on another thread."""
 
     def __init__(self, chain: Path, key: Path) -> None:
         self._chain = chain
@@ -70,7 +70,7 @@ class Certificate:
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return the credentials to listen with. Raise ConfigurationError for bad files."""
-        return grpc.dynamic_ssl_server_credentials(self._read(), self._renewed)
+        return grpc.dynamic_ssl_server_credentials(self._read(), self._renew)
 
     def renew(self) -> None:
         """Read the files again, for connections that come from now on. Raise ConfigurationError."""
@@ -80,7 +80,7 @@ class Certificate:
         check_pair(self._chain, self._key)
         return grpc.ssl_server_certificate_configuration([(self._key.read_bytes(), self._chain.read_bytes())])
 
-    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+    def _renew(self) -> grpc.ServerCertificateConfiguration | None:
         """Return a certificate that was read since the last handshake; None to keep the one before."""
         fresh, self._fresh = self._fresh, None
         return fresh
@@ -214,9 +214,9 @@ class GrpcFront:
         """Return how each method of the protocol is served."""
         open_methods = {"ServerLive": self._is_live, "ServerReady": self._is_ready, "ServerMetadata": self._metadata}
         methods: dict[str, tuple[type[Message | Inference], Callable[[Call, Context], Awaitable[None]]]] = {
-            "ModelReady": (kserve.ModelReadyRequest, self._one(self._is_model_ready)),
-            "ModelMetadata": (kserve.ModelMetadataRequest, self._one(self._model_metadata)),
-            "ModelInfer": (Inference, self._one(self._infer)),
+            "ModelReady": (kserve.ModelReadyRequest, self._serve_unary(self._is_model_ready)),
+            "ModelMetadata": (kserve.ModelMetadataRequest, self._serve_unary(self._model_metadata)),
+            "ModelInfer": (Inference, self._serve_unary(self._infer)),
             "ModelStreamInfer": (Inference, self._stream),
         }
         handlers = {
@@ -247,7 +247,9 @@ class GrpcFront:
 
     # The model
 
-    def _one(self, answer: Callable[[Any, Call], Awaitable[Message]]) -> Callable[[Call, Context], Awaitable[None]]:
+    def _serve_unary(
+        self, answer: Callable[[Any, Call], Awaitable[Message]]
+    ) -> Callable[[Call, Context], Awaitable[None]]:
         """Return how a method of one request and one answer is served."""
 
         async def serve(call: Call, context: Context) -> None:
@@ -278,7 +280,7 @@ class GrpcFront:
     async def _is_model_ready(self, request: kserve.ModelReadyRequest, call: Call) -> kserve.ModelReadyResponse:
         """Return whether the model is ready or asleep, and new work taken; another model is not ready."""
         gateway = self._gateway
-        name = gateway.models.named(request.name)
+        name = gateway.models.resolve(request.name)
         is_here = bool(name) and call.caller.may_use(name)
         ready = is_here and gateway.models.state(name) in SERVING and not gateway.reason_not_ready()
         return kserve.ModelReadyResponse(ready=ready)
@@ -323,7 +325,7 @@ class GrpcFront:
         value = parse_object(raw)
         arrival = Arrival.of(value, raw, call.caller, started)
         await wait_for_turn(gateway, value.get("model"), call.caller, arrival)
-        body = checked(value, CompletionBody)
+        body = check_body(value, CompletionBody)
         model = await served_model(gateway, body.model, call.caller, lately=True)
         spec = await completion_spec(body, model.text, model.cluster.limits, tenant=call.caller.tenant)
         if spec.max_tokens == 0:
@@ -391,10 +393,10 @@ def _handler(
 ) -> grpc.RpcMethodHandler:
     """Return the handler of a method. serve: gets the requests, of this kind, and the context."""
     read = Inference.of if issubclass(kind, Inference) else kind.FromString
-    return grpc.stream_stream_rpc_method_handler(serve, read, _written)
+    return grpc.stream_stream_rpc_method_handler(serve, read, _serialize)
 
 
-def _written(message: Message) -> bytes:
+def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
@@ -410,7 +412,7 @@ class _Stream:
         self._writes: set[asyncio.Task[None]] = set()
         self._idle_s = front.settings.idle_connection_s
         self._idle = asyncio.timeout(self._idle_s)  # while no request runs
-        self._running = 0
+        self._active_requests = 0
 
     async def run(self) -> None:
         """Serve until the client has sent all and read all. Raise ApiError when it does not read, or sends nothing."""
@@ -428,12 +430,12 @@ class _Stream:
             raise failed.exceptions[0] from None
 
     def _begin(self) -> None:
-        self._running += 1
+        self._active_requests += 1
         self._idle.reschedule(None)
 
     def _end(self) -> None:
-        self._running -= 1
-        if not self._running:
+        self._active_requests -= 1
+        if not self._active_requests:
             self._idle.reschedule(asyncio.get_running_loop().time() + self._idle_s)
 
     async def _serve(self, request: Inference) -> None:
@@ -453,7 +455,7 @@ class _Stream:
     async def _answer(self, request: Inference) -> None:
         generation = await self._front.begin(request, self._call, streams=True)
         sending = asyncio.create_task(self._send(request.head, generation))
-        cutting = asyncio.create_task(generation.stream.cut.wait())
+        cutting = asyncio.create_task(generation.stream.is_cut.wait())
         try:
             await asyncio.wait({sending, cutting}, return_when=asyncio.FIRST_COMPLETED)
             if not sending.done():
@@ -470,15 +472,15 @@ class _Stream:
             made.parameters[FINAL].bool_param = True
             await self._write(kserve.ModelStreamInferResponse(infer_response=made))
             return
-        texts = _before(generation)
-        while not generation.done:
+        texts = _texts_before(generation)
+        while not generation.is_done:
             reasons = [""] * len(texts)
             for delta in await generation.next():
                 texts[delta.choice] += delta.text
                 reasons[delta.choice] = delta.finish_reason or ""
-            if not (any(texts) or any(reasons) or generation.done):  # all is held back
+            if not (any(texts) or any(reasons) or generation.is_done):  # all is held back
                 continue
-            parameters = _facts(generation) | {FINAL: generation.done}
+            parameters = _facts(generation) | {FINAL: generation.is_done}
             made = answer(request, texts, reasons, parameters)
             texts = [""] * len(texts)
             await self._write(kserve.ModelStreamInferResponse(infer_response=made))
@@ -498,34 +500,34 @@ class _Stream:
         except TimeoutError:
             raise error from None
 
-    async def _write(self, made: kserve.ModelStreamInferResponse) -> None:
+    async def _write(self, response: kserve.ModelStreamInferResponse) -> None:
         """Write one answer. A caller that is cancelled leaves its write to end: gRPC takes no second one beside it."""
-        writing = asyncio.create_task(self._write_in_turn(made))
+        writing = asyncio.create_task(self._write_in_turn(response))
         self._writes.add(writing)
         writing.add_done_callback(self._forget)
         await asyncio.shield(writing)
 
-    async def _write_in_turn(self, made: kserve.ModelStreamInferResponse) -> None:
+    async def _write_in_turn(self, response: kserve.ModelStreamInferResponse) -> None:
         async with self._turn:
-            await self._context.write(made)
+            await self._context.write(response)
 
-    def _forget(self, writing: asyncio.Task[None]) -> None:
-        self._writes.discard(writing)
-        if not writing.cancelled():
-            writing.exception()  # the caller has it, or was cancelled
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._writes.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller has it, or was cancelled
 
 
 async def whole_answer(request: kserve.ModelInferRequest, generation: Generation) -> kserve.ModelInferResponse:
     """Return all choices at their ends. Raise ApiError."""
-    texts = _before(generation)
-    while not generation.done:
+    texts = _texts_before(generation)
+    while not generation.is_done:
         for delta in await generation.next():
             texts[delta.choice] += delta.text
     reasons = [choice.finish_reason or "" for choice in generation.choices]
     return answer(request, texts, reasons, _facts(generation))
 
 
-def _before(generation: Generation) -> list[str]:
+def _texts_before(generation: Generation) -> list[str]:
     """Return the text of each choice before its first token: with `echo` its prompt."""
     spec = generation.spec
     return [spec.prompt_texts[choice // spec.n] if spec.echo else "" for choice in range(spec.choices)]
@@ -534,7 +536,7 @@ def _before(generation: Generation) -> list[str]:
 def _facts(generation: Generation) -> dict[str, Any]:
     """Return the facts that every answer has about its request; token counts at its end."""
     facts: dict[str, Any] = {"request_id": generation.spec.id}
-    if generation.done:
+    if generation.is_done:
         usage = generation.usage
         facts |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
     return facts

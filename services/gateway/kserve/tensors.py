@@ -68,7 +68,7 @@ def fields_of(request: kserve.ModelInferRequest) -> dict[str, Any]:
     if "sampling_parameters" in tensors:
         given.append(_json_object(tensors["sampling_parameters"]))
     if "stream" in tensors:
-        given.append({"stream": _only(tensors["stream"], "stream")})
+        given.append({"stream": _only_element(tensors["stream"], "stream")})
     for more in given:
         for name, value in more.items():
             if name in OVER_HTTP:
@@ -89,9 +89,9 @@ def answer(
     for name in names:
         column = columns[name]
         made.outputs.add(name=name, datatype="BYTES", shape=[len(column)])
-        made.raw_output_contents.append(b"".join(_packed(text.encode()) for text in column))
+        made.raw_output_contents.append(b"".join(_pack(text.encode()) for text in column))
     for name, value in parameters.items():
-        _set(made.parameters[name], value)
+        _set_parameter(made.parameters[name], value)
     return made
 
 
@@ -123,7 +123,7 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
             raise invalid(name, f"{name} must have the datatype {known[name]}; got {quote(tensor.datatype)}")
         elements: Sequence[bytes] | Sequence[bool]
         if known[name] == "BYTES":
-            elements = _unpacked(raw[index], name) if raw else tensor.contents.bytes_contents
+            elements = _unpack(raw[index], name) if raw else tensor.contents.bytes_contents
         else:
             elements = [byte != 0 for byte in raw[index][: MOST_ELEMENTS + 1]] if raw else tensor.contents.bool_contents
         if len(elements) > MOST_ELEMENTS:
@@ -137,10 +137,10 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
     return tensors
 
 
-def _parameters(given: Mapping[str, kserve.InferParameter]) -> dict[str, Any]:
+def _parameters(parameters: Mapping[str, kserve.InferParameter]) -> dict[str, Any]:
     """Return parameters as fields. `priority` (1 is first) and `timeout` (in us) mean what the protocol says."""
     fields: dict[str, Any] = {}
-    for name, parameter in given.items():
+    for name, parameter in parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
         value = getattr(parameter, kind) if kind else None
         if name == EMPTY_FINAL:  # the last answer is marked and never empty
@@ -158,13 +158,13 @@ def _parameters(given: Mapping[str, kserve.InferParameter]) -> dict[str, Any]:
 
 def _json_object(elements: list[Any]) -> dict[str, Any]:
     name = "sampling_parameters"
-    value = parse_json(_only(elements, name), name, name)
+    value = parse_json(_only_element(elements, name), name, name)
     if not isinstance(value, dict):
         raise invalid("sampling_parameters", f"sampling_parameters must be a JSON object; got {quote(value)}")
     return value
 
 
-def _only(elements: list[Any], name: str) -> Any:
+def _only_element(elements: list[Any], name: str) -> Any:
     if len(elements) != 1:
         raise invalid(name, f"{name} must have one element; got {len(elements)}")
     return elements[0]
@@ -177,11 +177,11 @@ def _text(element: bytes, name: str) -> str:
         raise invalid(name, f"{name} is not UTF-8: {error}") from error
 
 
-def _packed(element: bytes) -> bytes:
+def _pack(element: bytes) -> bytes:
     return struct.pack("<I", len(element)) + element
 
 
-def _unpacked(raw: bytes, name: str) -> list[bytes]:
+def _unpack(raw: bytes, name: str) -> list[bytes]:
     """Elements of type BYTES, each behind its length; of too many one more than may be."""
     elements: list[bytes] = []
     at = 0
@@ -195,7 +195,7 @@ def _unpacked(raw: bytes, name: str) -> list[bytes]:
     return elements
 
 
-def _set(parameter: kserve.InferParameter, value: Any) -> None:
+def _set_parameter(parameter: kserve.InferParameter, value: Any) -> None:
     if isinstance(value, bool):
         parameter.bool_param = value
     elif isinstance(value, int):
@@ -214,10 +214,10 @@ def body_of(fields: dict[str, Any]) -> bytes:
     return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
 
 
-def _count_fields(data: memoryview, most: int, nested: frozenset[int] = frozenset()) -> int:
-    """Return how many fields a message has on the wire, with those of the messages in its fields `nested`.
+def _count_fields(data: memoryview, max_count: int, message_fields: frozenset[int] = frozenset()) -> int:
+    """Return how many fields a message has on the wire, with those of the messages in its fields `message_fields`.
 
-    Raise DecodeError for more than `most`. What else is wrong with it the library says.
+    Raise DecodeError for more than `max_count`. What else is wrong with it the library says.
     """
     at = count = 0
     while at < len(data):
@@ -225,14 +225,14 @@ def _count_fields(data: memoryview, most: int, nested: frozenset[int] = frozense
         count += 1
         if (kind := tag & 7) == _LENGTH:
             size, at = _varint(data, at)
-            if tag >> 3 in nested:
-                count += _count_fields(data[at : at + size], most - count)
+            if tag >> 3 in message_fields:
+                count += _count_fields(data[at : at + size], max_count - count)
             at += size
         elif kind == _VARINT:
             _, at = _varint(data, at)
         else:
             at += {_FIXED64: 8, _FIXED32: 4}.get(kind, 0)
-        if count > most:
+        if count > max_count:
             raise DecodeError(f"more than {MOST_FIELDS} fields")
     return count
 

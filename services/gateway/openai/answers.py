@@ -29,7 +29,7 @@ from services.gateway.openai.document import errors
 from services.gateway.openai.pooled import pooled_answer
 from services.gateway.request import GenerationSpec
 from services.gateway.text.logprobs import Logprobs, PromptLogprobs
-from services.gateway.text.tools.reader import CallPiece, merged
+from services.gateway.text.tools.reader import CallPiece, merge
 from shared import ids
 from shared.messages import quote
 from shared.tasks import end
@@ -53,7 +53,7 @@ def json_response(value: object, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def listed(items: list[dict[str, Any]], limit: int, after: str, newest_first: bool) -> dict[str, Any]:
+def list_page(items: list[dict[str, Any]], limit: int, after: str, newest_first: bool) -> dict[str, Any]:
     """Return a list object of items, the oldest first, behind the one with the id `after`. Raise ApiError(400)."""
     ordered = items[::-1] if newest_first else items
     begin = 0
@@ -71,7 +71,7 @@ def listed(items: list[dict[str, Any]], limit: int, after: str, newest_first: bo
     }
 
 
-async def serve(model: ServedModel, request: Request, spec: GenerationSpec, started: float) -> Response:
+async def serve(model: ServedModel, request: Request, spec: GenerationSpec, start_s: float) -> Response:
     fingerprint = model.text.fingerprint
     if spec.max_tokens == 0:  # echo only: nothing is generated
         if refusal := choose_adapter(model, spec):
@@ -80,10 +80,10 @@ async def serve(model: ServedModel, request: Request, spec: GenerationSpec, star
     take_headers(model, request, spec)
     if spec.background:
         refusal = choose_adapter(model, spec)
-        await model.admission.begin_background(spec, request.state.caller, started, refusal)
-        return _accepted(spec)
+        await model.admission.begin_background(spec, request.state.caller, start_s, refusal)
+        return _accept(spec)
     last_event = request.headers.get("last-event-id", "") if spec.stream else ""
-    generation, headers = await begin(model, request, spec, started, last_event)
+    generation, headers = await begin(model, request, spec, start_s, last_event)
     if spec.stream:
         return EventStream(generation, EventWriter(generation, fingerprint), model.settings.keepalive_s, headers)
     return await whole_response(collect(generation, request, answer_body(generation, fingerprint)), headers)
@@ -107,7 +107,7 @@ def take_headers(model: ServedModel, request: Request, spec: GenerationSpec) -> 
 
 
 async def begin(
-    model: ServedModel, request: Request, spec: GenerationSpec, started: float, last_event: str = ""
+    model: ServedModel, request: Request, spec: GenerationSpec, start_s: float, last_event: str = ""
 ) -> tuple[Generation, dict[str, str]]:
     """Begin a request with a waiting client; return it and the headers of its answer. Raise ApiError; it must be
     closed.
@@ -115,7 +115,7 @@ async def begin(
     caller: Caller = request.state.caller
     refusal = choose_adapter(model, spec)
     hold = holding_bytes(model, request)
-    generation = await model.admission.begin(spec, caller, started, last_event, refusal, hold)
+    generation = await model.admission.begin(spec, caller, start_s, last_event, refusal, hold)
     request.state.generation = generation
     return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.allowance)}
 
@@ -162,7 +162,7 @@ async def whole_response(answer: Awaitable[dict[str, Any]], headers: dict[str, s
     return response
 
 
-def _accepted(spec: GenerationSpec) -> Response:
+def _accept(spec: GenerationSpec) -> Response:
     """Return the 202 of a background request; `GET /v1/requests/{id}` has its state."""
     state = {
         "id": spec.id,
@@ -249,8 +249,8 @@ def answer(
 ) -> dict[str, Any]:
     """Return OpenAI's completion or chat completion; with best_of, of the choices that are returned."""
     choices = []
-    listed, echoed = _listed(spec, prompts), _echoed(spec, prompts)
-    for number, index in enumerate(logprobs.kept() if logprobs is not None else range(len(texts))):
+    listed, echoed = _list_logprobs(spec, prompts), _echo_columns(spec, prompts)
+    for number, index in enumerate(logprobs.choices_to_send() if logprobs is not None else range(len(texts))):
         text, entry = texts[index], None if logprobs is None else logprobs.take(index)
         choice: dict[str, Any] = {"index": number, "logprobs": entry, "finish_reason": reasons[index]}
         if spec.endpoint == "chat":
@@ -258,7 +258,7 @@ def answer(
         else:
             choice["text"] = spec.prompt_texts[index // spec.n] + text if spec.echo else text
             if echoed is not None:
-                choice["logprobs"] = _joined(echoed[index // spec.n], None if spec.prompt_only else entry)
+                choice["logprobs"] = _join(echoed[index // spec.n], None if spec.prompt_only else entry)
             if listed is not None:
                 choice["prompt_logprobs"] = listed[index // spec.n]
         if spec.return_token_ids:
@@ -278,34 +278,34 @@ def answer(
     return body
 
 
-def _listed(spec: GenerationSpec, prompts: PromptLogprobs | None) -> list[list[dict[str, Any] | None] | None] | None:
+def _list_logprobs(
+    spec: GenerationSpec, prompts: PromptLogprobs | None
+) -> list[list[dict[str, Any] | None] | None] | None:
     """Return `prompt_logprobs` of each prompt, None of one that a deadline ended; None where they are not wanted."""
     if prompts is None or spec.prompt_logprobs is None:
         return None
-    return [prompts.listed(prompt) if prompts.has(prompt) else None for prompt in range(len(spec.prompts))]
+    return [prompts.list_tokens(prompt) if prompts.has(prompt) else None for prompt in range(len(spec.prompts))]
 
 
-def _echoed(spec: GenerationSpec, prompts: PromptLogprobs | None) -> list[dict[str, bytes] | None] | None:
+def _echo_columns(spec: GenerationSpec, prompts: PromptLogprobs | None) -> list[dict[str, bytes] | None] | None:
     """Return the columns of `logprobs` of each echoed prompt, as JSON that all of its choices share; None of one that a
     deadline ended; None where they are not wanted.
     """
     if prompts is None or not spec.echo or spec.logprobs is None:
         return None
     return [
-        {name: orjson.dumps(column) for name, column in prompts.echoed(prompt).items()} if prompts.has(prompt) else None
+        {name: orjson.dumps(column) for name, column in prompts.echo(prompt).items()} if prompts.has(prompt) else None
         for prompt in range(len(spec.prompts))
     ]
 
 
-def _joined(echoed: dict[str, bytes] | None, output: dict[str, Any] | None) -> dict[str, Any] | None:
+def _join(echo: dict[str, bytes] | None, output: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return `logprobs` of an echoed prompt and the output behind it."""
-    if echoed is None:
+    if echo is None:
         return None
     if output is None:
-        return {name: orjson.Fragment(column) for name, column in echoed.items()}
-    return {
-        name: orjson.Fragment(column[:-1] + b"," + orjson.dumps(output[name])[1:]) for name, column in echoed.items()
-    }
+        return {name: orjson.Fragment(column) for name, column in echo.items()}
+    return {name: orjson.Fragment(column[:-1] + b"," + orjson.dumps(output[name])[1:]) for name, column in echo.items()}
 
 
 def _message(text: str, calls: list[CallPiece], reasoning: str) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def _message(text: str, calls: list[CallPiece], reasoning: str) -> dict[str, Any
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        bodies = [{key: value for key, value in call.body().items() if key != "index"} for call in merged(calls)]
+        bodies = [{key: value for key, value in call.body().items() if key != "index"} for call in merge(calls)]
         message["tool_calls"] = bodies
     return message
 
@@ -326,7 +326,7 @@ async def _run(generation: Generation) -> tuple[list[str], list[list[int]], list
     ids: list[list[int]] = [[] for _ in generation.choices]
     calls: list[list[CallPiece]] = [[] for _ in generation.choices]
     thoughts: list[list[str]] = [[] for _ in generation.choices]
-    while not generation.done:
+    while not generation.is_done:
         for delta in await generation.next():
             texts[delta.choice].append(delta.text)
             ids[delta.choice] += delta.token_ids
@@ -383,29 +383,29 @@ class EventWriter:
         self._id = b"id: " + spec.id.encode() + b":"
         self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if spec.include_usage else b"]}\n\n"
-        self._position = Position(list(generation.position.last), generation.position.usage)
+        self._position = Position(list(generation.position.last_tokens), generation.position.usage)
         # Of nearly every event, all but its index and its text never changes.
         varies = spec.return_token_ids or spec.continuous_usage or spec.logprobs is not None
         self.is_plain = spec.choices == 1 and not varies
-        self._before = self._head + b'{"index":0,' + (b'"delta":{"content":' if self._chat else b'"text":')
+        self._text_head = self._head + b'{"index":0,' + (b'"delta":{"content":' if self._chat else b'"text":')
         self._behind = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._tail
 
     def echo(self) -> bytes:
         """Return the prompts, if the request has `echo`, before the first token of each choice."""
         parts = []
-        for choice, last in enumerate(self._position.last):
+        for choice, last in enumerate(self._position.last_tokens):
             if self._spec.echo and last == NOTHING:
-                self._position.last[choice] = PREAMBLE
+                self._position.last_tokens[choice] = PREAMBLE
                 parts.append(self._event(choice, self._spec.prompt_texts[choice // self._spec.n], [], None))
         return b"".join(parts)
 
     def events(self, deltas: list[Delta]) -> bytes:
         """Return events of one delivery; empty when all its text is still held back."""
-        last = self._position.last  # moved before each event; its id includes it
+        last = self._position.last_tokens  # moved before each event; its id includes it
         if self.is_plain and len(deltas) == 1 and (last[0] != NOTHING or not self._chat):
             delta = deltas[0]
             if delta.finish_reason is None and not (delta.calls or delta.reasoning):
-                return self._more(delta.text)
+                return self._text_event(delta.text)
         parts = []
         for delta in deltas:
             count = self._generation.choices[delta.choice].count
@@ -427,12 +427,12 @@ class EventWriter:
                 parts.append(self._event(delta.choice, "", ids, delta.finish_reason, self._logprobs(delta.choice)))
         return b"".join(parts)
 
-    def _more(self, text: str) -> bytes:
+    def _text_event(self, text: str) -> bytes:
         """`_event` of the only choice, for text alone."""
         if not text:
             return b""
-        index = self._position.last[0] = self._generation.choices[0].count - 1
-        return b"%b%d\n%b%b%b" % (self._id, index, self._before, orjson.dumps(text), self._behind)
+        index = self._position.last_tokens[0] = self._generation.choices[0].count - 1
+        return b"%b%d\n%b%b%b" % (self._id, index, self._text_head, orjson.dumps(text), self._behind)
 
     def end(self, usage: Usage) -> bytes:
         """Return the usage, if the request wants it, and the end mark."""
@@ -509,7 +509,7 @@ class EventStream(Response):
             self._deliver = self._at_once
         writing = asyncio.create_task(self._write(send))
         leaving = asyncio.create_task(until_disconnect(receive))
-        cutting = asyncio.create_task(generation.stream.cut.wait())
+        cutting = asyncio.create_task(generation.stream.is_cut.wait())
         try:
             await asyncio.wait({writing, leaving, cutting}, return_when=asyncio.FIRST_COMPLETED)
             if cutting.done() and not leaving.done() and not writing.done():
@@ -527,24 +527,24 @@ class EventStream(Response):
         try:
             await self._write_events(send)
         except ApiError as error:
-            await _body(send, self._writer.error(error), last=True)
+            await _body(send, self._writer.error(error), is_last=True)
         except Exception:
             log.exception("a stream failed")
-            await _body(send, self._writer.error(_failed()), last=True)
+            await _body(send, self._writer.error(_internal_error()), is_last=True)
 
     async def _write_events(self, send: Send) -> None:
         generation, writer = self._generation, self._writer
         if echoed := writer.echo():
             await _body(send, echoed)
         events = b""
-        while not generation.done:
+        while not generation.is_done:
             deltas = await self._next()
-            events = writer.events(deltas) if deltas or generation.done else writer.keep_alive
-            if events and not generation.done:
+            events = writer.events(deltas) if deltas or generation.is_done else writer.keep_alive
+            if events and not generation.is_done:
                 await _body(send, events)
         if self._before_end is not None:
             await self._before_end()
-        await _body(send, events + writer.end(generation.usage), last=True)
+        await _body(send, events + writer.end(generation.usage), is_last=True)
 
     async def _next(self) -> list[Delta]:
         """Return deltas for the writer; empty when nothing was written for `keepalive_s`, by either way."""
@@ -552,7 +552,7 @@ class EventStream(Response):
         while True:
             heard_at = max(begun, stream.last_row_at)
             deltas = await generation.next(max(0.0, heard_at + self._keepalive_s - time.monotonic()), self._deliver)
-            if deltas or generation.done or stream.last_row_at <= heard_at:
+            if deltas or generation.is_done or stream.last_row_at <= heard_at:
                 return deltas
 
     def _at_once(self, row: Row) -> bool:
@@ -563,11 +563,11 @@ class EventStream(Response):
         try:
             if events := self._writer.events(generation.apply([row])):
                 self._put(events)
-            if not generation.is_plain and generation.done:
+            if not generation.is_plain and generation.is_done:
                 generation.stream.wake()
         except Exception:
             log.exception("a stream failed")
-            generation.stream.fail(_failed())  # the writer sends it
+            generation.stream.fail(_internal_error())  # the writer sends it
         return True
 
     async def _cut(self, scope: Scope, send: Send) -> None:
@@ -576,14 +576,14 @@ class EventStream(Response):
         self._generation.failure = failure
         try:
             async with asyncio.timeout(SLOW_FLUSH_S):
-                await _body(send, self._writer.error(failure), last=True)
+                await _body(send, self._writer.error(failure), is_last=True)
         except TimeoutError:
             abort: Callable[[], None] | None = scope.get("extensions", {}).get("orcinus.abort", {}).get("call")
             if abort is not None:
                 abort()
 
 
-def _failed() -> ApiError:
+def _internal_error() -> ApiError:
     return ApiError(500, "internal error; see the log of the gateway", code="internal_error")
 
 
@@ -593,7 +593,7 @@ def parts_delta(delta: Delta) -> bytes:
     if delta.text:
         body["content"] = delta.text
     if delta.calls:
-        body["tool_calls"] = [call.body() for call in merged(delta.calls)]
+        body["tool_calls"] = [call.body() for call in merge(delta.calls)]
     return b'"delta":' + orjson.dumps(body)
 
 
@@ -605,5 +605,5 @@ async def until_disconnect(receive: Receive) -> None:
             return
 
 
-async def _body(send: Send, body: bytes, last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": not last})
+async def _body(send: Send, body: bytes, is_last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not is_last})

@@ -13,7 +13,7 @@ from services.gateway.batches.files import new_id
 from services.gateway.batches.records import BatchOrder, BatchStore
 from services.gateway.errors import ApiError, invalid
 from services.gateway.gateway import Gateway
-from services.gateway.openai.answers import json_response, listed
+from services.gateway.openai.answers import json_response, list_page
 from services.gateway.openai.bodies import Body, Metadata, read_body
 from services.gateway.openai.document import FOUND, body_of, errors
 from shared.batch_lines import Url
@@ -84,7 +84,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 def _page(batches: BatchStore, tenant: str, limit: int, after: str) -> dict[str, Any]:
     """Return a page of the list; blocks, and reads the records of that page alone. Raise ApiError(400)."""
-    page = listed([{"id": batch_id} for batch_id in batches.ids(tenant)], limit, after, newest_first=True)
+    page = list_page([{"id": batch_id} for batch_id in batches.ids(tenant)], limit, after, newest_first=True)
     batches_of_page = (batches.get(tenant, item["id"]) for item in page["data"])
     return page | {"data": [batch.body() for batch in batches_of_page if batch is not None]}
 

@@ -540,7 +540,7 @@ def parse_json(body: bytes, place: str = "the body", param: str | None = None) -
 
 def parse_body(body: bytes, kind: type[T]) -> T:
     """Return the checked body. Raise ApiError(400) for the first bad field."""
-    return checked(parse_object(body), kind)
+    return check_body(parse_object(body), kind)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -551,7 +551,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def checked(value: dict[str, Any], kind: type[T]) -> T:
+def check_body(value: dict[str, Any], kind: type[T]) -> T:
     """Return the body that an object describes. Raise ApiError(400) for the first bad field."""
     try:
         parsed = kind.model_validate(value)
@@ -572,11 +572,11 @@ async def read_body(request: Request, kind: type[T]) -> T:
     return parse_body(raw, kind)
 
 
-async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], started: float) -> T:
+async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], start_s: float) -> T:
     """Return the checked body of a request that a model is to answer, in its turn. Raise as `read_body`, and
     ApiError(403, 429).
 
-    started: time.monotonic() at its arrival.
+    start_s: time.monotonic() at its arrival.
     """
     raw = await _json_bytes(request)
     value, headers = parse_object(raw), request.headers
@@ -584,12 +584,12 @@ async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], starte
         request.state.body_sha256 = hashlib.sha256(raw).digest()
     returns = "last-event-id" in headers and value.get("background") is True
     may_exist = "idempotency-key" in headers or returns
-    arrival = Arrival.of(value, raw, request.state.caller, started, may_exist)
+    arrival = Arrival.of(value, raw, request.state.caller, start_s, may_exist)
     request.state.arrival = arrival
     has_waited = await wait_for_turn(gateway, value.get("model"), request.state.caller, arrival)
     if has_waited and not (may_exist or arrival.background) and await request.is_disconnected():
         raise ClientDisconnect
-    return checked(value, kind)
+    return check_body(value, kind)
 
 
 async def wait_for_turn(gateway: Gateway, name: Any, caller: Caller, arrival: Arrival) -> bool:
@@ -597,7 +597,7 @@ async def wait_for_turn(gateway: Gateway, name: Any, caller: Caller, arrival: Ar
     ARRIVAL.set(arrival)
     models = gateway.models
     known = models.open.get(name) or models.with_adapter(name) if isinstance(name, str) else None
-    model = models.first if name is None else known
+    model = models.first_model if name is None else known
     if model is None or not caller.may_use(model.name):  # its queue is not known, or none of the caller's business
         return await gateway.turns.wait(arrival)
     return await model.admission.wait_for_turn(gateway.turns, arrival)
@@ -679,9 +679,9 @@ def requested_choices(body: GenerationBody) -> tuple[int, int]:
     return best_of, n
 
 
-def check_records(choices: int, max_tokens: int, wanted: int) -> None:
+def check_records(choices: int, max_tokens: int, logprob_count: int) -> None:
     """Raise ApiError when the log probabilities of a request could take more than MOST_RECORD_BYTES in Redis."""
-    size = choices * max_tokens * record_bytes(wanted)
+    size = choices * max_tokens * record_bytes(logprob_count)
     if size > MOST_RECORD_BYTES:
         raise invalid(
             "logprobs",
@@ -733,9 +733,9 @@ async def served_model(gateway: Gateway, name: str | None, caller: Caller, latel
     Raise ApiError: 404 for a name that no model here has, 403 for a model that the caller's key is not for.
     """
     models = gateway.models
-    model = models.first if name is None else models.open.get(name) or models.with_adapter(name)
+    model = models.first_model if name is None else models.open.get(name) or models.with_adapter(name)
     if caller.models:
-        wanted_name = model.name if model is not None else models.named(name or "")
+        wanted_name = model.name if model is not None else models.resolve(name or "")
         if wanted_name and wanted_name not in caller.models:
             allowed = ", ".join(sorted(caller.models))
             raise ApiError(
@@ -743,7 +743,7 @@ async def served_model(gateway: Gateway, name: str | None, caller: Caller, latel
                 code="model_not_allowed",
             )  # fmt: skip
     if model is None:
-        model = await models.opened(name or "", caller)
+        model = await models.open_model(name or "", caller)
         if not (lately or models.has(name or "") or name in model.adapters.records):
             raise models.unknown(name or "", caller)
     model.used_at = time.monotonic()
@@ -872,7 +872,7 @@ def generation_spec(
         n=n,
         max_tokens=max_tokens,
         stop_ids=list(dict.fromkeys([*eos, *(body.stop_token_ids or [])])),
-        sampling=_sampling(body, model, wanted),
+        sampling=_make_sampling(body, model, wanted),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         echo=echo,
@@ -885,7 +885,7 @@ def generation_spec(
     return spec
 
 
-def _sampling(body: GenerationBody, model: ModelText, logprobs: int) -> queue_pb2.Sampling:
+def _make_sampling(body: GenerationBody, model: ModelText, logprobs: int) -> queue_pb2.Sampling:
     bias: dict[int, float] = {}
     defaults = model.defaults
     for name, value in (body.logit_bias or {}).items():

@@ -86,7 +86,7 @@ async def chat_spec(
             if spec.reasoning != FRAMED:
                 spec.skip_special_tokens &= not model.hides_markers  # thinking is found by them
     if "channels" in (model.reasoning, model.tool_format) and (spec.tools or not spec.sampling.grammar):
-        spec.reasoning = "" if _continued(body) else CHANNELS
+        spec.reasoning = "" if _continued_text(body) else CHANNELS
         spec.skip_special_tokens = False  # channels are found by control tokens
     if body.thinking_token_budget is not None:
         await bind_thinking(spec, body, body.thinking_token_budget, model, tenant)
@@ -98,16 +98,16 @@ async def encode_chat(body: ChatBody, model: ModelText, limits: Limits) -> tuple
     if model.is_encoder:  # a model without a template gets a message of its own
         check_task(model, "chat")
     # Beside the event loop however short it is: another process renders it.
-    return await model.threads.run(_encoded, body, model, limits)
+    return await model.threads.run(_encode, body, model, limits)
 
 
-def _encoded(body: ChatBody, model: ModelText, limits: Limits) -> tuple[list[int], ToolPlan | None]:
+def _encode(body: ChatBody, model: ModelText, limits: Limits) -> tuple[list[int], ToolPlan | None]:
     """Return as `encode_chat`; blocks."""
     if body.model_fields_set.isdisjoint(OUTPUT_FIELDS):
         return encoded_messages(body, body.messages, model, limits), None
     tools = plan_tools(body, model)
     is_bound = binds_output(body, tools)
-    return encoded_messages(body, body.messages, model, limits, tools.shown, is_bound), tools
+    return encoded_messages(body, body.messages, model, limits, tools.shown_tools, is_bound), tools
 
 
 def encoded_messages(
@@ -163,7 +163,7 @@ def template_variables(body: TemplateBody, is_bound: bool) -> dict[str, Any]:
 
 def _state(body: ChatBody, prompt: list[int], model: ModelText) -> str:
     """Return where a prompt leaves the model, before, in or behind its thinking."""
-    if content := _continued(body):
+    if content := _continued_text(body):
         return state_within(content, model.markers)
     try:
         return state_behind(model.text.decode(prompt[-STATE_TOKENS:], skip_special=False), model.markers)
@@ -171,7 +171,7 @@ def _state(body: ChatBody, prompt: list[int], model: ModelText) -> str:
         raise untokenizable("messages", error) from error
 
 
-def _continued(body: ChatBody) -> str:
+def _continued_text(body: ChatBody) -> str:
     """Return the text of the message that is to be continued; empty where it has none, or none is continued."""
     content = plain_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
     return str(content) if content.strip() else ""
@@ -214,9 +214,9 @@ def _plain(name: str, message: ChatMessage) -> dict[str, Any]:
             f"{name}.reasoning_content", f"only an assistant's message has reasoning_content; got role {message.role!r}"
         )
     if message.content is None and not message.tool_calls and reasoning is None:
-        raise _missing(f"{name}.content")
+        raise _missing_error(f"{name}.content")
     if message.role == "tool" and message.tool_call_id is None:
-        raise _missing(f"{name}.tool_call_id")
+        raise _missing_error(f"{name}.tool_call_id")
     content = message.content or ""
     if not isinstance(content, str):
         content = "".join(part.text for part in content)
@@ -229,13 +229,13 @@ def _plain(name: str, message: ChatMessage) -> dict[str, Any]:
         plain["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         plain["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _called(f"{name}.tool_calls[{at}]", call.function)}
+            {"id": call.id, "type": "function", "function": _decode_call(f"{name}.tool_calls[{at}]", call.function)}
             for at, call in enumerate(message.tool_calls)
         ]
     return plain
 
 
-def _called(name: str, function: Any) -> dict[str, Any]:
+def _decode_call(name: str, function: Any) -> dict[str, Any]:
     """Return a call with its arguments as an object, for chat templates."""
     field = f"{name}.function.arguments"
     arguments = parse_json((function.arguments or "{}").encode(), field, field)
@@ -244,5 +244,5 @@ def _called(name: str, function: Any) -> dict[str, Any]:
     return {"name": function.name, "arguments": arguments}
 
 
-def _missing(field: str) -> ApiError:
+def _missing_error(field: str) -> ApiError:
     return invalid(field, f"you must provide the parameter {field}", "missing_required_parameter")

@@ -17,7 +17,7 @@ from services.gateway.batches.files import FileStore, StoredFile, Upload
 from services.gateway.errors import RETRY, ApiError, invalid, unavailable
 from services.gateway.gateway import Gateway
 from services.gateway.http.multipart import MultipartReader, Part, boundary_of
-from services.gateway.openai.answers import json_response, listed
+from services.gateway.openai.answers import json_response, list_page
 from services.gateway.openai.document import FOUND, errors
 from shared.messages import quote
 
@@ -102,7 +102,7 @@ def router(gateway: Gateway) -> APIRouter:
         """List the files of the caller, a page at a time."""
         stored = await files.in_thread(files.of_tenant, request.state.tenant)
         bodies = [file.body() for file in stored if not purpose or file.purpose == purpose]
-        return json_response(listed(bodies, limit, after, newest_first=order == "desc"))
+        return json_response(list_page(bodies, limit, after, newest_first=order == "desc"))
 
     @routes.get("/v1/files/{file_id}", responses={200: FOUND, **errors(404)})
     async def file(file_id: str, request: Request) -> Response:
@@ -134,7 +134,7 @@ class _Form:
     filename: str = ""
     has_file: bool = False
     in_file: bool = False
-    last: str = ""
+    field_name: str = ""
 
     def begin(self, part: Part) -> None:
         """Take the beginning of a part. Raise ApiError(400)."""
@@ -149,15 +149,15 @@ class _Form:
             raise invalid(name, f"Unrecognized request argument supplied: {name}", "unknown_parameter")
         if part.name in self.fields:
             raise invalid(part.name, f"{part.name} was sent twice; send it once")
-        self.last = part.name
+        self.field_name = part.name
         self.fields[part.name] = bytearray()
 
     def add(self, data: bytes) -> None:
         """Take content of a field. Raise ApiError(400)."""
-        value = self.fields[self.last]
+        value = self.fields[self.field_name]
         value += data
         if len(value) > MAX_FIELD_BYTES:
-            raise invalid(self.last, f"{self.last} may have {MAX_FIELD_BYTES} bytes; got more")
+            raise invalid(self.field_name, f"{self.field_name} may have {MAX_FIELD_BYTES} bytes; got more")
 
     def text(self, name: str) -> str | None:
         """Return a field; None where it was not sent."""

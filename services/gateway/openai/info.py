@@ -29,11 +29,11 @@ def router(gateway: Gateway) -> APIRouter:
 
     def adapter_card(base: str, name: str, record: AdapterRecord) -> dict[str, Any]:
         more = {"parent": base, "root": record.path, "aliases": []}
-        return model_card(base) | _named(name, record.created_s) | more
+        return model_card(base) | _card(name, record.created_s) | more
 
     def model_card(name: str) -> dict[str, Any]:
         card: dict[str, Any] = {
-            **_named(name, gateway.started_s),
+            **_card(name, gateway.started_s),
             "owned_by": "orcinus",
             "state": gateway.models.state(name),
             "aliases": list(gateway.models.aliases(name)),
@@ -65,7 +65,7 @@ def router(gateway: Gateway) -> APIRouter:
             if model_id in adapters:
                 base, record = adapters[model_id]
                 return json_response(adapter_card(base, model_id, record))
-        name = gateway.models.named(model_id)
+        name = gateway.models.resolve(model_id)
         if not name or not caller.may_use(name):
             raise gateway.models.unknown(model_id, caller)
         return json_response(model_card(name))
@@ -104,7 +104,7 @@ def ops_router(gateway: Gateway, on_public_port: bool) -> APIRouter:
     routes = APIRouter()
 
     def guard(request: Request) -> None:
-        if on_public_port and not gateway.keyring.needed:
+        if on_public_port and not gateway.keyring.needs_key:
             raise ApiError(
                 404,
                 f"without a key this is only on the ops port, http://{gateway.settings.ops_host}:{gateway.settings.ops_port}",
@@ -144,7 +144,7 @@ def ops_router(gateway: Gateway, on_public_port: bool) -> APIRouter:
     return routes
 
 
-def _named(name: str, created_s: int) -> dict[str, Any]:
+def _card(name: str, created_s: int) -> dict[str, Any]:
     """Return what every card has: OpenAI's fields, then Anthropic's."""
     created_at = datetime.fromtimestamp(created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     theirs = {"type": "model", "display_name": name, "created_at": created_at, "lifecycle": "active"}

@@ -46,7 +46,7 @@ class ToolPlan:
     """
 
     use: ToolUse | None = None
-    shown: tuple[dict[str, Any], ...] = ()
+    shown_tools: tuple[dict[str, Any], ...] = ()
     grammar: str = ""
     has_control: bool = False
 
@@ -189,8 +189,8 @@ def _atom(text: str, model: ModelText) -> str:
     return lark_text(text) if control_id is None else f"<[{control_id}]>"
 
 
-def _control_id(opening: str, model: ModelText) -> int | None:
-    id_ = model.tokenizer.token_to_id(opening) if opening else None
+def _control_id(mark: str, model: ModelText) -> int | None:
+    id_ = model.tokenizer.token_to_id(mark) if mark else None
     return id_ if id_ in model.text.special else None
 
 
@@ -237,11 +237,11 @@ def _fields_with_grammar(body: StructuredBody) -> Iterable[tuple[str, str]]:
             yield f"{field}.json_object", json_grammar(field, {"type": "object"})
 
 
-def _response_format(wanted: ResponseFormat) -> str:
-    if wanted.type == "json_object":
+def _response_format(response_format: ResponseFormat) -> str:
+    if response_format.type == "json_object":
         return json_grammar("response_format", {"type": "object"})
-    if wanted.json_schema is None:
+    if response_format.json_schema is None:
         raise invalid("response_format", "response_format of type json_schema needs json_schema")
-    schema = wanted.json_schema.schema_
-    strict = bool(wanted.json_schema.strict)
+    schema = response_format.json_schema.schema_
+    strict = bool(response_format.json_schema.strict)
     return json_grammar("response_format", {"type": "object"} if schema is None else schema, lenient=not strict)

@@ -13,9 +13,9 @@ from services.gateway.request import VECTOR, GenerationSpec
 from shared.wire.columns import Float32, pack_float, unpack_float
 
 
-def pooled_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
-    """Return the body of the answer. stored: the record of each prompt, float32. Raise ApiError for a gap."""
-    if any(len(record) != spec.record_bytes for record in stored):
+def pooled_answer(spec: GenerationSpec, records: list[bytes]) -> dict[str, Any]:
+    """Return the body of the answer. records: the record of each prompt, float32. Raise ApiError for a gap."""
+    if any(len(record) != spec.record_bytes for record in records):
         raise broken_record()
     usage = {"prompt_tokens": spec.prompt_tokens, "total_tokens": spec.prompt_tokens}
     head = {"id": spec.id, "object": "list", "created": spec.created, "model": spec.model}
@@ -23,7 +23,7 @@ def pooled_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
         return {
             "id": spec.id,
             "response_type": "embeddings_by_type",
-            "embeddings": _by_type(spec, [_vector(spec, record) for record in stored]),
+            "embeddings": _by_type(spec, [_vector(spec, record) for record in records]),
             "texts": spec.prompt_texts,
             "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": spec.prompt_tokens}},
         }
@@ -33,11 +33,11 @@ def pooled_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
             **head,
             "data": [
                 {"object": "embedding", "index": index, "embedding": form(_vector(spec, record))}
-                for index, record in enumerate(stored)
+                for index, record in enumerate(records)
             ],
             "usage": usage,
         }
-    logits = [float(unpack_float(record)[0]) for record in stored]
+    logits = [float(unpack_float(record)[0]) for record in records]
     scores = logits if spec.raw_scores else [_sigmoid(logit) for logit in logits]
     if spec.endpoint == "score":
         data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]

@@ -43,7 +43,7 @@ class Form:
     """How the answers of another API than OpenAI's are written: as events, or whole."""
 
     writer: Callable[[Generation], Writer]
-    whole: Callable[[Generation], Coroutine[Any, Any, dict[str, Any]]]
+    make_body: Callable[[Generation], Coroutine[Any, Any, dict[str, Any]]]
 
 
 def router(gateway: Gateway, forms: Mapping[str, Form] = MappingProxyType({})) -> APIRouter:
@@ -61,7 +61,7 @@ def router(gateway: Gateway, forms: Mapping[str, Form] = MappingProxyType({})) -
         """
         started = time.monotonic()
         last_event = request.headers.get("last-event-id", "")
-        model = await gateway.models.holding(request_id, request.state.caller)
+        model = await gateway.models.find_holder(request_id, request.state.caller)
         generation = await model.admission.resume(request_id, request.state.tenant, started, last_event)
         form = _form_of(request_id, forms)
         writer = EventWriter(generation, model.text.fingerprint) if form is None else form.writer(generation)
@@ -70,19 +70,19 @@ def router(gateway: Gateway, forms: Mapping[str, Form] = MappingProxyType({})) -
     @routes.get("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 429, 503)})
     async def request_status(request_id: str, request: Request) -> Response:
         """Return the state of a request, and its answer for five minutes after its end."""
-        model = await gateway.models.holding(request_id, request.state.caller)
+        model = await gateway.models.find_holder(request_id, request.state.caller)
         record = await model.dispatcher.raw_record(request_id)
         if record.get(b"tenant", b"") != request.state.tenant.encode():
             raise unknown_request(request_id)
         hold = holding_bytes(model, request)
         answer = await result(request_id, record, model.dispatcher, model.text, forms, hold)
-        state = model.dispatcher.decoded(request_id, record, partial(status, request_id))
+        state = model.dispatcher.decode(request_id, record, partial(status, request_id))
         return json_response(state | ({"result": answer} if answer else {}))
 
     @routes.delete("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 503)})
     async def cancel_request(request_id: str, request: Request) -> Response:
         """Cancel a request, wherever it runs."""
-        model = await gateway.models.holding(request_id, request.state.caller)
+        model = await gateway.models.find_holder(request_id, request.state.caller)
         verdict = await model.dispatcher.cancel_for(request_id, request.state.tenant)
         if verdict in ("unknown", "forbidden"):
             raise unknown_request(request_id)
@@ -135,20 +135,20 @@ async def result(
     ends = record.get(b"finish", b"").decode("ascii", "replace").split(",")
     if record.get(b"state") != b"finished" or b"delivery" not in record or not _DELIVERED.issuperset(ends):
         return None
-    spec = dispatcher.decoded(request_id, record, partial(GenerationSpec.from_record, request_id, model.vocab_size))
+    spec = dispatcher.decode(request_id, record, partial(GenerationSpec.from_record, request_id, model.vocab_size))
     if hold is not None:
-        hold(dispatcher.decoded(request_id, record, partial(answer_bytes, spec)))
+        hold(dispatcher.decode(request_id, record, partial(answer_bytes, spec)))
     stream = RequestStream(request_id, spec.choices)
     records = await dispatcher.prompt_logprobs(request_id, len(spec.prompts)) if spec.prompt_wanted else []
     generation = Generation(spec, model, stream, _Silent(records), _UNCOUNTED, time.monotonic())
     await dispatcher.read(stream)
-    if not stream.done:  # it expired just now
+    if not stream.is_done:  # it expired just now
         return None
     if stream.failure is not None:
         raise stream.failure
     form = _form_of(request_id, forms)
-    answer = answer_body(generation, model.fingerprint) if form is None else form.whole(generation)
-    if sum(stream.received) > THREAD_TOKENS:
+    answer = answer_body(generation, model.fingerprint) if form is None else form.make_body(generation)
+    if sum(stream.received_tokens) > THREAD_TOKENS:
         return await asyncio.to_thread(asyncio.run, answer)
     return await answer
 
@@ -168,7 +168,7 @@ class _Silent:
     async def prompt_logprobs(self, request_id: str, prompts: int) -> list[bytes]:
         return self._records
 
-    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
-        written()
+    def stop_choice(self, request_id: str, choice: int, at_token: int, on_written: Callable[[], None]) -> None:
+        on_written()
 
     def close(self, stream: RequestStream, cancel_reason: str = "") -> None: ...

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from services.gateway.admission import MANY_REREADS, Hold, unknown_request
 from services.gateway.delivery.response_store import StoredResponse, StoreOutcome
 from services.gateway.delivery.stream import Delta, Generation, Usage
-from services.gateway.errors import ApiError, failed, invalid
+from services.gateway.errors import ApiError, invalid, worker_error
 from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
 from services.gateway.openai.answers import (
@@ -39,7 +39,7 @@ from services.gateway.openai.answers import (
     hold_conversation,
     holding_bytes,
     json_response,
-    listed,
+    list_page,
     release_bytes,
     take_headers,
     whole_response,
@@ -267,56 +267,56 @@ def messages(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> li
     return messages
 
 
-def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
-    _check_names(item, ("type", "role", "content", "id", "status", "phase"), where)
+def _message(item: dict[str, Any], path: str) -> dict[str, Any]:
+    _check_names(item, ("type", "role", "content", "id", "status", "phase"), path)
     if item.get("role") not in ROLES:
-        raise invalid("input", f"{where}.role must be one of {', '.join(ROLES)}; got {quote(item.get('role'))}")
-    return {"role": item["role"], "content": _content(item.get("content"), f"{where}.content")}
+        raise invalid("input", f"{path}.role must be one of {', '.join(ROLES)}; got {quote(item.get('role'))}")
+    return {"role": item["role"], "content": _content(item.get("content"), f"{path}.content")}
 
 
-def _function_call(item: dict[str, Any], where: str) -> dict[str, Any]:
-    _check_names(item, ("type", "call_id", "name", "arguments", "id", "status"), where)
-    call_id, name, arguments = (_string(item, key, where) for key in ("call_id", "name", "arguments"))
+def _function_call(item: dict[str, Any], path: str) -> dict[str, Any]:
+    _check_names(item, ("type", "call_id", "name", "arguments", "id", "status"), path)
+    call_id, name, arguments = (_string(item, key, path) for key in ("call_id", "name", "arguments"))
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-def _function_output(item: dict[str, Any], where: str) -> dict[str, Any]:
-    _check_names(item, ("type", "call_id", "output", "id", "status"), where)
-    content = _content(item.get("output"), f"{where}.output")
-    return {"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": content}
+def _function_output(item: dict[str, Any], path: str) -> dict[str, Any]:
+    _check_names(item, ("type", "call_id", "output", "id", "status"), path)
+    content = _content(item.get("output"), f"{path}.output")
+    return {"role": "tool", "tool_call_id": _string(item, "call_id", path), "content": content}
 
 
-def _reasoning(item: dict[str, Any], where: str) -> dict[str, Any]:
+def _read_reasoning(item: dict[str, Any], path: str) -> dict[str, Any]:
     """Return the thinking before an answer or a call, which becomes one message with it. A summary is left out."""
-    _check_names(item, ("type", "content", "summary", "encrypted_content", "id", "status"), where)
+    _check_names(item, ("type", "content", "summary", "encrypted_content", "id", "status"), path)
     if item.get("encrypted_content") is not None:
-        text = f"{where}.encrypted_content is not supported: this server encrypts none; send content"
+        text = f"{path}.encrypted_content is not supported: this server encrypts none; send content"
         raise invalid("input", text, "unsupported_parameter")
-    content = _content(item["content"], f"{where}.content", ("reasoning_text",)) if item.get("content") else ""
+    content = _content(item["content"], f"{path}.content", ("reasoning_text",)) if item.get("content") else ""
     return {"role": "assistant", "reasoning_content": content}
 
 
 ITEMS = {
     "message": _message, "function_call": _function_call, "function_call_output": _function_output,
-    "reasoning": _reasoning,
+    "reasoning": _read_reasoning,
 }  # fmt: skip
 
 
-def _content(content: Any, where: str, kinds: tuple[str, ...] = PARTS) -> str:
+def _content(content: Any, path: str, kinds: tuple[str, ...] = PARTS) -> str:
     """Return the text of a string or of parts that are text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise invalid("input", f"{where} must be text or a list of parts; got {quote(content)}", "invalid_value")
+        raise invalid("input", f"{path} must be text or a list of parts; got {quote(content)}", "invalid_value")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds:
-            text = f"{where}[{index}].type must be one of {', '.join(kinds)}; got {quote(kind)}"
+            text = f"{path}[{index}].type must be one of {', '.join(kinds)}; got {quote(kind)}"
             raise invalid("input", text, "unsupported_parameter")
-        _check_names(part, ("type", "text", "annotations", "logprobs"), f"{where}[{index}]")
-        texts.append(_string(part, "text", f"{where}[{index}]"))
+        _check_names(part, ("type", "text", "annotations", "logprobs"), f"{path}[{index}]")
+        texts.append(_string(part, "text", f"{path}[{index}]"))
     return "".join(texts)
 
 
@@ -331,9 +331,9 @@ def _text_options(text: TextOptions) -> dict[str, Any]:
     return options
 
 
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     if tool.get("type") != "function":
-        text = f"{where}.type must be 'function'; got {quote(tool.get('type'))}"
+        text = f"{path}.type must be 'function'; got {quote(tool.get('type'))}"
         raise invalid("tools", text, "unsupported_parameter")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
@@ -349,17 +349,17 @@ def _tool_choice(choice: str | dict[str, Any]) -> Any:
     return {"type": kind, kind: rest}
 
 
-def _string(item: dict[str, Any], name: str, where: str) -> str:
+def _string(item: dict[str, Any], name: str, path: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise invalid("input", f"{where}.{name} must be text; got {quote(value)}", "invalid_value")
+        raise invalid("input", f"{path}.{name} must be text; got {quote(value)}", "invalid_value")
     return value
 
 
-def _check_names(item: dict[str, Any], allowed: tuple[str, ...], where: str) -> None:
+def _check_names(item: dict[str, Any], names: tuple[str, ...], path: str) -> None:
     for name in item:
-        if name not in allowed:
-            raise invalid("input", f"Unrecognized request argument supplied: {where}.{name}", "unknown_parameter")
+        if name not in names:
+            raise invalid("input", f"Unrecognized request argument supplied: {path}.{name}", "unknown_parameter")
 
 
 INCOMPLETE = {"length": "max_output_tokens", "deadline": "deadline"}
@@ -367,14 +367,14 @@ INCOMPLETE = {"length": "max_output_tokens", "deadline": "deadline"}
 
 
 def shell(
-    body: ResponsesBody, response_id: str, created: int, defaults: SamplingDefaults = SamplingDefaults()
+    body: ResponsesBody, response_id: str, created_s: int, defaults: SamplingDefaults = SamplingDefaults()
 ) -> dict[str, Any]:
     """Return a response as it is before its first token."""
     text = body.text.model_dump(exclude_none=True) if body.text is not None else {}
     return {
         "id": response_id,
         "object": "response",
-        "created_at": created,
+        "created_at": created_s,
         "status": "in_progress",
         "background": bool(body.background),
         "error": None,
@@ -399,7 +399,7 @@ def shell(
     }
 
 
-def finished(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, Any]) -> dict[str, Any]:
+def finish(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, Any]) -> dict[str, Any]:
     """Return the response at its end. usage: as of chat."""
     thought = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     incomplete = INCOMPLETE.get(reason)
@@ -432,22 +432,22 @@ def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     for index, call in enumerate(calls):
         status = _call_status(reason, is_last=index == len(calls) - 1)
         items.append(call_item(shell["id"], index, call["id"], **call["function"], status=status))
-    return finished(shell, items, reason, answer["usage"])
+    return finish(shell, items, reason, answer["usage"])
 
 
-def of_record(state: dict[str, Any], answer: dict[str, Any] | None, begun: dict[str, Any]) -> dict[str, Any]:
+def of_record(state: dict[str, Any], answer: dict[str, Any] | None, body: dict[str, Any]) -> dict[str, Any]:
     """Return a response as its record has it. state: as of `GET /v1/requests/{id}`. answer: the chat completion, of a
-    response that ended well. begun: the response before its first token.
+    response that ended well. body: the response before its first token.
     """
     if answer is not None:
-        return of_chat(begun, answer)
+        return of_chat(body, answer)
     if state["status"] != "finished":
-        return begun | {"status": "in_progress" if state["status"] == "running" else "queued"}
+        return body | {"status": "in_progress" if state["status"] == "running" else "queued"}
     if state["error"] or "error" in state["finish_reasons"]:
-        error = failed(state["error"] or "")
+        error = worker_error(state["error"] or "")
         fault = {"code": error.code if error.status < 500 else "server_error", "message": error.message}
-        return begun | {"status": "failed", "error": fault}
-    return begun | {"status": "cancelled"}
+        return body | {"status": "failed", "error": fault}
+    return body | {"status": "cancelled"}
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -496,7 +496,7 @@ class _Item:
     """One item of the output while it comes. pieces: of its text or arguments."""
 
     at: dict[str, Any]  # item_id and output_index
-    begun: dict[str, Any]
+    start: dict[str, Any]
     pieces: list[str]
 
 
@@ -510,7 +510,7 @@ class ResponseEvents:
         self._shell = shell
         self._number = 0
         self._items: dict[int, _Item] = {}
-        self._ended: tuple[bytes, dict[str, Any]] | None = None
+        self._end: tuple[bytes, dict[str, Any]] | None = None
 
     def echo(self) -> bytes:
         """Return what comes before the first token."""
@@ -522,7 +522,7 @@ class ResponseEvents:
         parts = []
         for delta in deltas:
             if delta.reasoning:
-                parts.append(self._thought(delta.reasoning))
+                parts.append(self._add_thinking(delta.reasoning))
             if delta.text:
                 parts.append(self._text(delta.text))
             parts += [self._call(piece) for piece in delta.calls]
@@ -530,13 +530,13 @@ class ResponseEvents:
 
     def end(self, usage: Usage) -> bytes:
         """Return each item as a whole, and the response with them."""
-        events, response = self._ended or self._finish(usage)
+        events, response = self._end or self._finish(usage)
         return events + self._event(f"response.{response['status']}", response=response)
 
     async def store(self, keep: Callable[[dict[str, Any]], Awaitable[StoreOutcome]]) -> None:
         """Store the whole response before its last event, so that a request may go on from it at once."""
-        self._ended = self._finish(self._generation.usage)
-        response = self._ended[1]
+        self._end = self._finish(self._generation.usage)
+        response = self._end[1]
         response["store"] = await keep(response) is not StoreOutcome.REFUSED
 
     def _finish(self, usage: Usage) -> tuple[bytes, dict[str, Any]]:
@@ -549,10 +549,10 @@ class ResponseEvents:
                 status = _status(reason) if len(self._items) == 1 else "completed"
             else:
                 status = _status(reason) if key == MESSAGE else _call_status(reason, is_last=key == max(self._items))
-            done, event = self._done(key, item, status)
+            done, event = self._finish_item(key, item, status)
             output.append(done)
             events += event + self._event("response.output_item.done", output_index=item.at["output_index"], item=done)
-        return events, finished(self._shell, output, reason, usage.body())
+        return events, finish(self._shell, output, reason, usage.body())
 
     def error(self, error: ApiError) -> bytes:
         """Return an error after the first byte; the stream ends behind it."""
@@ -565,7 +565,7 @@ class ResponseEvents:
         item.pieces.append(text)
         return events + self._event("response.output_text.delta", **item.at, content_index=0, delta=text, logprobs=[])
 
-    def _thought(self, text: str) -> bytes:
+    def _add_thinking(self, text: str) -> bytes:
         events = b""
         if REASONING not in self._items:
             begun, part = reasoning_item(self._shell["id"], "", "in_progress"), {"type": "reasoning_text", "text": ""}
@@ -593,13 +593,13 @@ class ResponseEvents:
             events += self._event("response.function_call_arguments.delta", **item.at, delta=piece.arguments)
         return events
 
-    def _begin(self, key: int, begun: dict[str, Any]) -> tuple[_Item, bytes]:
-        item = _Item({"item_id": begun["id"], "output_index": len(self._items)}, begun, [])
+    def _begin(self, key: int, item_json: dict[str, Any]) -> tuple[_Item, bytes]:
+        item = _Item({"item_id": item_json["id"], "output_index": len(self._items)}, item_json, [])
         self._items[key] = item
-        added = self._event("response.output_item.added", output_index=item.at["output_index"], item=begun)
+        added = self._event("response.output_item.added", output_index=item.at["output_index"], item=item_json)
         return item, added
 
-    def _done(self, key: int, item: _Item, status: str) -> tuple[dict[str, Any], bytes]:
+    def _finish_item(self, key: int, item: _Item, status: str) -> tuple[dict[str, Any], bytes]:
         """Return an item at its end, and the events with its content."""
         whole = "".join(item.pieces)
         if key == REASONING:
@@ -608,7 +608,7 @@ class ResponseEvents:
             part = done["content"][0]
             return done, events + self._event("response.content_part.done", **item.at, content_index=0, part=part)
         if key != MESSAGE:
-            done = item.begun | {"status": status, "arguments": whole}
+            done = item.start | {"status": status, "arguments": whole}
             name = done["name"]
             return done, self._event("response.function_call_arguments.done", **item.at, name=name, arguments=whole)
         done = message_item(self._shell["id"], whole, status)
@@ -654,7 +654,7 @@ def router(gateway: Gateway) -> APIRouter:
         store_ends(model)
 
     async def holding(response_id: str, request: Request) -> ServedModel:
-        return await gateway.models.holding(response_id, request.state.caller)
+        return await gateway.models.find_holder(response_id, request.state.caller)
 
     async def find(model: ServedModel, response_id: str, request: Request) -> StoredResponse:
         """Return a response, with its bytes counted until the request is answered. Raise ApiError(404, 429, 503)."""
@@ -791,7 +791,7 @@ def router(gateway: Gateway) -> APIRouter:
         stored = await find(model, response_id, request)
         if not stored.response["store"]:
             raise unknown_request(response_id)
-        return json_response(listed(stored.input, limit, after, newest_first=order == "desc"))
+        return json_response(list_page(stored.input, limit, after, newest_first=order == "desc"))
 
     @routes.post("/v1/responses/{response_id}/cancel", responses={200: _RESPONSE, **errors(404, 429, 503)})
     async def cancel_response(response_id: str, request: Request) -> Response:
@@ -800,7 +800,7 @@ def router(gateway: Gateway) -> APIRouter:
         model = await holding(response_id, request)
         verdict = await model.dispatcher.cancel_for(response_id, request.state.tenant)  # also where no more may be read
         stored = await find(model, response_id, request)
-        if stored.running and verdict != "finished":
+        if stored.is_running and verdict != "finished":
             stored.response["status"] = "cancelled"
         return json_response(stored.response)
 
@@ -837,10 +837,10 @@ class Responses:
         stored, is_deleted = await self._model.responses.find(response_id, tenant, self._hold)
         if is_deleted:
             raise unknown_request(response_id)
-        if stored is not None and not stored.running:
+        if stored is not None and not stored.is_running:
             return stored
-        now = await self._recorded(response_id, tenant, stored)
-        if now.response["store"] and not now.running:
+        now = await self._read_record(response_id, tenant, stored)
+        if now.response["store"] and not now.is_running:
             await self._model.responses.keep(tenant, orjson.dumps(now.input), now.response)
         return now
 
@@ -867,7 +867,7 @@ class Responses:
                 record = await self._model.dispatcher.raw_record(response_id)
                 tenant = record.get(b"tenant", b"").decode("utf-8", "replace")
                 stored, _ = await store.find(response_id, tenant)
-                if not record or stored is None or not stored.running:
+                if not record or stored is None or not stored.is_running:
                     return
                 await self.find(response_id, tenant)
             except ApiError as error:
@@ -875,19 +875,19 @@ class Responses:
             await asyncio.sleep(min(LOOK_EVERY_S * (tries + 1), MOST_WAIT_S))
         log.warning("the end of response %s is not stored: %s", response_id, problem or "it still runs")
 
-    async def _recorded(self, response_id: str, tenant: str, stored: StoredResponse | None) -> StoredResponse:
+    async def _read_record(self, response_id: str, tenant: str, response: StoredResponse | None) -> StoredResponse:
         """Return a response as its record has it. Raise ApiError(404, 503)."""
         model = self._model
         record = await model.dispatcher.raw_record(response_id)
         if record.get(b"tenant", b"") != tenant.encode() or not record:
-            if stored is None:
+            if response is None:
                 raise unknown_request(response_id)
             error = {"code": "server_error", "message": "the answer was not read in time; send the request again"}
-            return replace(stored, response=stored.response | {"status": "failed", "error": error})
+            return replace(response, response=response.response | {"status": "failed", "error": error})
         answer = await result(response_id, record, model.dispatcher, model.text, hold=self._hold)
-        state = model.dispatcher.decoded(response_id, record, partial(status, response_id))
-        if stored is not None:
-            return replace(stored, response=of_record(state, answer, stored.response))
+        state = model.dispatcher.decode(response_id, record, partial(status, response_id))
+        if response is not None:
+            return replace(response, response=of_record(state, answer, response.response))
         body = ResponsesBody(model=model.name, input="", background=state["background"], store=False)
         created = answer["created"] if answer else state["enqueued_ms"] // 1000
         return StoredResponse(
@@ -944,12 +944,12 @@ async def _from_chat(
     """Return what is made of the same request to chat. Raise ApiError in the words of this endpoint."""
     chat = chat_body(body, before)
     try:
-        return await (truncated(chat, make) if body.truncation == "auto" else make(chat))
+        return await (truncate(chat, make) if body.truncation == "auto" else make(chat))
     except ApiError as error:
         raise in_words_of_responses(error) from None
 
 
-async def truncated(chat: ChatBody, make: Callable[[ChatBody], Awaitable[T]]) -> T:
+async def truncate(chat: ChatBody, make: Callable[[ChatBody], Awaitable[T]]) -> T:
     """Return what is made of the request without as many of the first turns as it takes to fit into the context. Raise
     ApiError.
 
@@ -957,8 +957,8 @@ async def truncated(chat: ChatBody, make: Callable[[ChatBody], Awaitable[T]]) ->
     """
     turns = [at for at, message in enumerate(chat.messages) if message.role == "user"]
 
-    async def without(dropped: int) -> T:
-        messages = [*chat.messages[: turns[0]], *chat.messages[turns[dropped] :]] if dropped else chat.messages
+    async def without(count: int) -> T:
+        messages = [*chat.messages[: turns[0]], *chat.messages[turns[count] :]] if count else chat.messages
         return await make(chat.model_copy(update={"messages": messages}))
 
     chars: list[int] = []  # of each turn and those behind it

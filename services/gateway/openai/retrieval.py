@@ -120,7 +120,7 @@ async def embed_spec(body: EmbedBody, model: ModelText, limits: Limits) -> Gener
     most = min(most, body.max_tokens or most)
 
     def work() -> list[list[int]]:
-        return [_cut(model, text, f"texts[{index}]", most, body.truncate) for index, text in enumerate(body.texts)]
+        return [_truncate(model, text, f"texts[{index}]", most, body.truncate) for index, text in enumerate(body.texts)]
 
     if body.truncate == "NONE":
         for text in body.texts:
@@ -136,27 +136,29 @@ async def embed_spec(body: EmbedBody, model: ModelText, limits: Limits) -> Gener
     return spec
 
 
-def _cut(model: ModelText, text: str, name: str, most: int, side: str | None) -> list[int]:
-    """Return at most `most` tokens of a text, with the tokenizer's own around it. side: that is cut. Raise ApiError."""
+def _truncate(model: ModelText, text: str, name: str, max_tokens: int, side: str | None) -> list[int]:
+    """Return at most so many tokens of a text, the tokenizer's own around it. side: that is cut. Raise ApiError."""
     ids = model.encode(text)
     if not ids:
         raise invalid("texts", f"{name} is empty: it has no token; got {quote(text)}")
-    if len(ids) <= most:
+    if len(ids) <= max_tokens:
         return ids
     plain = model.encode(text, add_special_tokens=False)
     added = len(ids) - len(plain)
-    if side == "NONE" or most <= added:
-        remedy = "send a shorter one, or truncate END" if most > added else f"max_tokens must be above {added}"
+    if side == "NONE" or max_tokens <= added:
+        remedy = "send a shorter one, or truncate END" if max_tokens > added else f"max_tokens must be above {added}"
         raise invalid(
-            "texts", f"{name} has {len(ids)} tokens; at most {most} are allowed; {remedy}", "context_length_exceeded"
+            "texts",
+            f"{name} has {len(ids)} tokens; at most {max_tokens} are allowed; {remedy}",
+            "context_length_exceeded",
         )
     begin = next((at for at in range(added + 1) if ids[at : at + len(plain)] == plain), None)
     if begin is None:
         why = "this model's tokenizer shows no place to cut; send a shorter one"
         raise invalid(
-            "texts", f"{name} has {len(ids)} tokens; at most {most} are allowed; {why}", "context_length_exceeded"
+            "texts", f"{name} has {len(ids)} tokens; at most {max_tokens} are allowed; {why}", "context_length_exceeded"
         )
-    kept = plain[added - most :] if side == "START" else plain[: most - added]
+    kept = plain[added - max_tokens :] if side == "START" else plain[: max_tokens - added]
     return ids[:begin] + kept + ids[begin + len(plain) :]
 
 
@@ -233,12 +235,12 @@ async def _encode(
         raise untokenizable(field, error) from error
 
 
-def _score_spec(body: PooledBody, endpoint: str, pairs: Pairs, made: Sequence[Pair]) -> GenerationSpec:
-    spec = _spec(body, endpoint, [pair.ids for pair in made], SCORE, 1)
+def _score_spec(body: PooledBody, endpoint: str, pairs: Pairs, pair_ids: Sequence[Pair]) -> GenerationSpec:
+    spec = _spec(body, endpoint, [pair.ids for pair in pair_ids], SCORE, 1)
     spec.label_ids = pack(pairs.label_ids)
     spec.raw_scores = pairs.raw
-    if any(pair.segment for pair in made):
-        spec.segments = pack([pair.segment for pair in made])
+    if any(pair.segment for pair in pair_ids):
+        spec.segments = pack([pair.segment for pair in pair_ids])
     return spec
 
 

@@ -91,8 +91,8 @@ class ChatTemplate:
         longest_first = sorted(self._specials, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         nonce = secrets.token_hex(12)
-        self._renamed = {content: f"\ue000{nonce}:{id_}\ue001" for content, id_ in self._specials.items()}
-        self._twin, self._original_id = _twin(tokenizer, self._renamed)
+        self._new_names = {content: f"\ue000{nonce}:{id_}\ue001" for content, id_ in self._specials.items()}
+        self._twin, self._original_id = _twin(tokenizer, self._new_names)
         self._special_ids = frozenset(self._specials.values())
         if source is not None:
             self._twin.encoders.make_ready()
@@ -126,13 +126,13 @@ class ChatTemplate:
                 raise invalid(field, f"{field}: the model's chat template does not show the final message")
         written = 0
         if self._pattern is not None:
-            text, written = self._pattern.subn(lambda match: self._renamed[match.group()], text)
+            text, written = self._pattern.subn(lambda match: self._new_names[match.group()], text)
         try:
             ids = self._twin.encode(hidden.show(text), add_special_tokens=False)
         except TokenizerError as error:
             raise untokenizable("messages", error) from error
         ids = [self._original_id.get(id_, id_) for id_ in ids]
-        if hidden.used and sum(id_ in self._special_ids for id_ in ids) != written:
+        if hidden.is_used and sum(id_ in self._special_ids for id_ in ids) != written:
             raise invalid("messages", "a message contains the text of a control token that cannot be encoded as text")
         return ids
 
@@ -170,7 +170,7 @@ class _Hidden:
         self._texts: list[str] = []
 
     @property
-    def used(self) -> bool:
+    def is_used(self) -> bool:
         return bool(self._texts)
 
     def hide(self, value: Any) -> Any:
@@ -192,7 +192,7 @@ class _Hidden:
         return f"\ue000{self._nonce}-{len(self._texts) - 1}\ue001"
 
 
-def _twin(tokenizer: BoundedTokenizer, renamed: Mapping[str, str]) -> tuple[BoundedTokenizer, dict[int, int]]:
+def _twin(tokenizer: BoundedTokenizer, new_names: Mapping[str, str]) -> tuple[BoundedTokenizer, dict[int, int]]:
     """Return a tokenizer that knows control tokens by their new names only, and the map from its ids to the model's."""
     original = {}
 
@@ -200,10 +200,10 @@ def _twin(tokenizer: BoundedTokenizer, renamed: Mapping[str, str]) -> tuple[Boun
         source["post_processor"] = None
         for token in source["added_tokens"]:
             name = token["content"]
-            if token["special"] and name in renamed:
-                token["content"] = renamed[name]
+            if token["special"] and name in new_names:
+                token["content"] = new_names[name]
             original[token["content"]] = token["id"]
 
-    twin = tokenizer.changed(rename)
+    twin = tokenizer.change(rename)
     ids = [(twin.library.token_to_id(content), id_) for content, id_ in original.items()]
     return twin, {theirs: ours for theirs, ours in ids if theirs is not None and theirs != ours}

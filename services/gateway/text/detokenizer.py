@@ -58,7 +58,7 @@ class TokenText:
         if self._pieces is None:
             return WindowDetokenizer(self._tokenizer, prompt, self.special if skip_special else frozenset())
         if self._texts is None:
-            self._texts = [_whole(piece) for piece in self._pieces]
+            self._texts = [_decode_whole(piece) for piece in self._pieces]
         strip = self._strips_first_space and not any(
             self._pieces[token] for token in prompt if not (skip_special and token in self.special)
         )
@@ -75,7 +75,7 @@ class TokenText:
     def piece(self, token: int) -> bytes:
         """Return the bytes of one token, special or not; those that its text alone has where there is no table."""
         if self._pieces is None:
-            return _answered(self._tokenizer, [token], skip_special=False).encode()
+            return _decode_answer(self._tokenizer, [token], skip_special=False).encode()
         return self._pieces[token] if token < len(self._pieces) else b""
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -161,7 +161,7 @@ class TableDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-def _whole(piece: bytes) -> str | None:
+def _decode_whole(piece: bytes) -> str | None:
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -171,7 +171,7 @@ def _whole(piece: bytes) -> str | None:
 class WindowDetokenizer:
     """Turn ids into text by decoding a window [start, read) and [start, now); the text is what the second adds."""
 
-    __slots__ = ("_ids", "_read", "_shown", "_skip", "_tokenizer")
+    __slots__ = ("_ids", "_read_count", "_shown_text", "_skip", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -181,36 +181,36 @@ class WindowDetokenizer:
         while not self._decode(self._ids) and size < min(len(prompt), _CONTEXT_MOST):
             size *= 2
             self._ids = list(prompt[-size:])
-        self._read = len(self._ids)
-        self._shown = self._decode(self._ids)
+        self._read_count = len(self._ids)
+        self._shown_text = self._decode(self._ids)
 
     def feed(self, token: int) -> str:
         if token in self._skip:
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
-        if len(text) <= len(self._shown):
+        if len(text) <= len(self._shown_text):
             return ""
         if text.endswith(_REPLACEMENT) and len(self._ids) < _WINDOW_MOST:
             return ""
-        new = text[len(self._shown) :]
+        new = text[len(self._shown_text) :]
         # The window continues from the tokens just shown: a decoder that treats a first token differently sees one.
-        del self._ids[: self._read]
-        self._read = len(self._ids)
-        self._shown = self._decode(self._ids)
+        del self._ids[: self._read_count]
+        self._read_count = len(self._ids)
+        self._shown_text = self._decode(self._ids)
         return new
 
     def flush(self) -> str:
         text = self._decode(self._ids)
-        new = text[len(self._shown) :]
-        self._shown = text
+        new = text[len(self._shown_text) :]
+        self._shown_text = text
         return new
 
     def _decode(self, ids: list[int]) -> str:
-        return _answered(self._tokenizer, ids, skip_special=bool(self._skip))
+        return _decode_answer(self._tokenizer, ids, skip_special=bool(self._skip))
 
 
-def _answered(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> str:
+def _decode_answer(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> str:
     """Return the text of tokens of an answer. Raise ApiError."""
     try:
         return decode(tokenizer, ids, skip_special)

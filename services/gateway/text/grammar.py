@@ -53,8 +53,8 @@ class GrammarCheck:
         self.process = GrammarProcess(model, vocab_size)
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._turns: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # by tenant, the next one first
-        self._pending: dict[tuple[str, bytes], _Waiting] = {}  # by tenant and hash
-        self._compiling: asyncio.Task[None] | None = None
+        self._checks: dict[tuple[str, bytes], _Waiting] = {}  # by tenant and hash
+        self._compilation: asyncio.Task[None] | None = None
         self._verdicts: OrderedDict[bytes, OrcinusError | None] = OrderedDict()  # by hash
         self.on_refused: Callable[[str], object] = lambda reason: None
 
@@ -88,7 +88,7 @@ class GrammarCheck:
         if name in self._verdicts:
             self._verdicts.move_to_end(name)
             return self._verdicts[name]
-        one = self._pending.get((tenant, name)) or self._queued(grammar, tenant, name)
+        one = self._checks.get((tenant, name)) or self._enqueue(grammar, tenant, name)
         one.users += 1
         try:
             verdict = await asyncio.shield(one.verdict)
@@ -96,22 +96,22 @@ class GrammarCheck:
             one.users -= 1
             if not one.users:
                 one.verdict.cancel()  # of no effect once it is there
-                self._pending.pop((tenant, name), None)
+                self._checks.pop((tenant, name), None)
         if not isinstance(verdict, GrammarEndedError | ApiError):  # which may be a fault of the machine's
             self._verdicts[name] = verdict
         while len(self._verdicts) > MOST_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
 
-    def _queued(self, grammar: str, tenant: str, name: bytes) -> _Waiting:
+    def _enqueue(self, grammar: str, tenant: str, name: bytes) -> _Waiting:
         """Put a grammar in its tenant's queue. Raise ApiError when that is full."""
         waiting = self._turns.get(tenant, ())
         if len(waiting) >= MOST_WAITING:
             raise _busy()
-        one = self._pending[tenant, name] = _Waiting(grammar, asyncio.get_running_loop().create_future())
+        one = self._checks[tenant, name] = _Waiting(grammar, asyncio.get_running_loop().create_future())
         self._turns.setdefault(tenant, deque()).append(one)
-        if self._compiling is None or self._compiling.done():
-            self._compiling = asyncio.create_task(self._compile())
+        if self._compilation is None or self._compilation.done():
+            self._compilation = asyncio.create_task(self._compile())
         return one
 
     async def _compile(self) -> None:

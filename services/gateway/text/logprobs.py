@@ -43,12 +43,12 @@ class Offsets(Protocol):
 
 @dataclass(slots=True)
 class _Unsent:
-    """Tokens of one choice that no answer or event has had yet; `first`: the index of the first of them."""
+    """Tokens of one choice that no answer or event has had yet; `first_index`: of the first of them."""
 
-    first: int = 0
+    first_index: int = 0
     tokens: list[int] = field(default_factory=list)
     records: bytearray = field(default_factory=bytearray)
-    written: int = 0  # so many of the tokens are in `columns`
+    written_tokens: int = 0  # so many of the tokens are in `columns`
     columns: dict[str, list[bytes]] = field(default_factory=dict)  # JSON of items, without the brackets of the list
 
 
@@ -60,7 +60,7 @@ class Logprobs:
         self._text = text
         self._choices = choices
         self._unsent = [_Unsent() for _ in choices]
-        self._sampled = [array("d") for _ in choices]  # of each token, for best_of alone
+        self._sampled_logprobs = [array("d") for _ in choices]  # of each token, for best_of alone
 
     def keep(self, choice: int, first: int, tokens: list[int], records: bytes) -> None:
         """Keep tokens that a choice gained, from index `first` on, and their records."""
@@ -68,18 +68,18 @@ class Logprobs:
             return
         if self._spec.keep:
             logprobs = unpack_records(records, self._spec.sampling.logprobs)
-            self._sampled[choice].extend(one.sampled for one in logprobs)
+            self._sampled_logprobs[choice].extend(one.sampled_logprob for one in logprobs)
         if self._spec.logprobs is not None:
             held = self._unsent[choice]
-            held.first = held.first if held.tokens else first
+            held.first_index = held.first_index if held.tokens else first
             held.tokens += tokens
             held.records += records
 
     async def write(self) -> None:
         """Make the JSON of all choices to send, a few tokens in one turn of the event loop."""
-        for choice in self.kept():
+        for choice in self.choices_to_send():
             held = self._unsent[choice]
-            while held.written < len(held.tokens):
+            while held.written_tokens < len(held.tokens):
                 self._write(choice, max(1, AT_ONCE // self._spec.sampling.logprobs))
                 await asyncio.sleep(0)
 
@@ -96,13 +96,13 @@ class Logprobs:
         }
         return columns | {"refusal": None} if self._spec.endpoint == "chat" else columns
 
-    def kept(self) -> list[int]:
+    def choices_to_send(self) -> list[int]:
         """Return the choices to send: of each prompt the `keep` with the highest log-probability per token."""
         spec, every = self._spec, range(len(self._choices))
         if not spec.keep:
             return list(every)
         # fsum is exact: the same choice however the rows were cut.
-        means = [math.fsum(values) / max(1, len(values)) for values in self._sampled]
+        means = [math.fsum(values) / max(1, len(values)) for values in self._sampled_logprobs]
         chosen: list[int] = []
         for first in every[:: spec.n]:
             chosen += sorted(every[first : first + spec.n], key=lambda choice: -means[choice])[: spec.keep]
@@ -111,26 +111,26 @@ class Logprobs:
     def _write(self, choice: int, most: int) -> None:
         """Make the JSON of the next tokens of a choice."""
         held, size = self._unsent[choice], self._spec.record_bytes
-        begin, end = held.written, min(held.written + most, len(held.tokens))
+        begin, end = held.written_tokens, min(held.written_tokens + most, len(held.tokens))
         if begin == end:
             return
         tokens = held.tokens[begin:end]
         logprobs = unpack_records(bytes(held.records[size * begin : size * end]), self._spec.sampling.logprobs)
-        logprobs = [_agreeing(one, token) for one, token in zip(logprobs, tokens, strict=True)]
+        logprobs = [_with_sampled(one, token) for one, token in zip(logprobs, tokens, strict=True)]
         if self._spec.endpoint == "chat":
             made: dict[str, list[Any]] = {"content": self._content(tokens, logprobs)}
         else:
             moved = len(self._spec.prompt_texts[choice // self._spec.n]) if self._spec.echo else 0
-            offsets = self._choices[choice].offsets[held.first + begin : held.first + end]
+            offsets = self._choices[choice].offsets[held.first_index + begin : held.first_index + end]
             made = _columns(self._text, tokens, logprobs, [moved + offset for offset in offsets])
         for name, items in made.items():
             held.columns.setdefault(name, []).append(orjson.dumps(items)[1:-1])
-        held.written = end
+        held.written_tokens = end
 
-    def _content(self, tokens: list[int], found: list[TokenLogprobs]) -> list[dict[str, Any]]:
+    def _content(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> list[dict[str, Any]]:
         return [
-            self._entry(token, one.sampled) | {"top_logprobs": [self._entry(*best) for best in one.best]}
-            for token, one in zip(tokens, found, strict=True)
+            self._entry(token, one.sampled_logprob) | {"top_logprobs": [self._entry(*best) for best in one.best]}
+            for token, one in zip(tokens, logprobs, strict=True)
         ]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
@@ -162,29 +162,29 @@ class PromptLogprobs:
         except ValueError as error:
             raise broken_record() from error
 
-    def echoed(self, prompt: int) -> dict[str, list[Any]]:
+    def echo(self, prompt: int) -> dict[str, list[Any]]:
         """Return `logprobs` of a completion for its echoed prompt; the first token has none."""
         tokens, most = self._spec.prompts[prompt], self._spec.logprobs or 0
-        logprobs = [TokenLogprobs(one.sampled, one.best[:most]) for _, one in self._found(prompt)]
+        logprobs = [TokenLogprobs(one.sampled_logprob, one.best[:most]) for _, one in self._parse_records(prompt)]
         columns = _columns(self._text, tokens[1:], logprobs, self._offsets(tokens))
         first: dict[str, Any] = {"tokens": _name(self._text, tokens[0]), "text_offset": 0}
         return {name: [first.get(name), *column] for name, column in columns.items()}
 
-    def listed(self, prompt: int) -> list[dict[str, Any] | None]:
+    def list_tokens(self, prompt: int) -> list[dict[str, Any] | None]:
         """Return vLLM's `prompt_logprobs`: of each token itself and the most likely ones by id; None for the first."""
         tokens, most = self._spec.prompts[prompt], self._spec.prompt_logprobs or 0
         listed: list[dict[str, Any] | None] = [None]
-        for token, (rank, one) in zip(tokens[1:], self._found(prompt), strict=True):
-            entry = {str(token): self._entry(token, one.sampled, rank)}
+        for token, (rank, one) in zip(tokens[1:], self._parse_records(prompt), strict=True):
+            entry = {str(token): self._entry(token, one.sampled_logprob, rank)}
             for place, (other, logprob) in enumerate(one.best[:most], 1):
                 entry.setdefault(str(other), self._entry(other, logprob, place))
             listed.append(entry)
         return listed
 
-    def _found(self, prompt: int) -> list[tuple[int, TokenLogprobs]]:
+    def _parse_records(self, prompt: int) -> list[tuple[int, TokenLogprobs]]:
         tokens = self._spec.prompts[prompt][1:]
         logprobs = unpack_prompt_records(self._records[prompt], self._spec.prompt_wanted)
-        return [(rank, _agreeing(one, token)) for token, (rank, one) in zip(tokens, logprobs, strict=True)]
+        return [(rank, _with_sampled(one, token)) for token, (rank, one) in zip(tokens, logprobs, strict=True)]
 
     def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         piece = self._text.piece(token).decode("utf-8", "replace")
@@ -200,25 +200,25 @@ class PromptLogprobs:
 
 
 def _columns(
-    text: TokenText, tokens: Sequence[int], found: Sequence[TokenLogprobs], offsets: Sequence[int]
+    text: TokenText, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]
 ) -> dict[str, list[Any]]:
     """Return `logprobs` of a completion."""
     names = [_name(text, token) for token in tokens]
-    rows = zip(names, found, strict=True)
+    rows = zip(names, logprobs, strict=True)
     return {
         "tokens": names,
-        "token_logprobs": [_number(one.sampled) for one in found],
-        "top_logprobs": [_named(text, one.best, name, one.sampled) for name, one in rows],
+        "token_logprobs": [_number(one.sampled_logprob) for one in logprobs],
+        "top_logprobs": [_name_best(text, one.best, name, one.sampled_logprob) for name, one in rows],
         "text_offset": list(offsets),
     }
 
 
-def _named(text: TokenText, best: list[tuple[int, float]], sampled: str, logprob: float) -> dict[str, float]:
+def _name_best(text: TokenText, best: list[tuple[int, float]], sampled_text: str, logprob: float) -> dict[str, float]:
     """Return the best and the sampled one, most likely first; of tokens that are the same text the most likely."""
     named: dict[str, float] = {}
     for token, value in best:
         named.setdefault(_name(text, token), _number(value))
-    named.setdefault(sampled, _number(logprob))
+    named.setdefault(sampled_text, _number(logprob))
     return named
 
 
@@ -231,9 +231,9 @@ def _name(text: TokenText, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def _agreeing(one: TokenLogprobs, token: int) -> TokenLogprobs:
+def _with_sampled(one: TokenLogprobs, token: int) -> TokenLogprobs:
     """Give the sampled token one number, also where two kernels summed in another order."""
-    return TokenLogprobs(dict(one.best).get(token, one.sampled), one.best)
+    return TokenLogprobs(dict(one.best).get(token, one.sampled_logprob), one.best)
 
 
 def _number(logprob: float) -> float:

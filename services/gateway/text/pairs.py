@@ -48,13 +48,13 @@ class Pairs(ABC):
 class CrossEncoder(Pairs):
     """An encoder with a head of one label. It takes no instruction."""
 
-    def __init__(self, config: dict[str, Any], where: str, tokenizer: BoundedTokenizer) -> None:
+    def __init__(self, config: dict[str, Any], path: str, tokenizer: BoundedTokenizer) -> None:
         """Raise ModelError for a function of scores that is neither the sigmoid nor none."""
         settings = config.get("sentence_transformers")
         named = settings.get("activation_fn") if isinstance(settings, dict) else None
         name = str(named or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
         if name not in ("Sigmoid", "Identity"):
-            raise ModelError(f"{where}: activation_fn {name[:60]!r} is not supported; only Sigmoid and Identity are")
+            raise ModelError(f"{path}: activation_fn {name[:60]!r} is not supported; only Sigmoid and Identity are")
         self.raw = name == "Identity"
         self._tokenizer = tokenizer
 

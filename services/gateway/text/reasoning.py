@@ -187,7 +187,7 @@ class ReasoningReader:
         self._opening, self._closing = markers[:2]
         self._has_thought = state == THINKING
         self._blank: list[str] = []  # white space before what may be the opening marker
-        self._pending = ""  # may be the beginning of a marker
+        self._buffer = ""  # may be the beginning of a marker
 
     @property
     def is_over(self) -> bool:
@@ -199,13 +199,13 @@ class ReasoningReader:
 
     def feed(self, text: str) -> tuple[str, str]:
         """Return the thinking and the text that are certain now."""
-        text = self._pending + text
-        self._pending = ""
+        text = self._buffer + text
+        self._buffer = ""
         if self._state == UNDECIDED:
             begun = text.lstrip()
             self._blank.append(text[: len(text) - len(begun)])
             if len(begun) < len(self._opening) and self._opening.startswith(begun):
-                self._pending = begun
+                self._buffer = begun
                 return "", ""
             self._has_thought = begun.startswith(self._opening)
             self._state = THINKING if self._has_thought else ""
@@ -218,12 +218,12 @@ class ReasoningReader:
             self._state = ""
             return thinking, rest
         keep = _overlap(text, self._closing)
-        self._pending = text[len(text) - keep :]
+        self._buffer = text[len(text) - keep :]
         return text[: len(text) - keep], ""
 
     def flush(self) -> tuple[str, str]:
         """Return the rest, at the end of the choice."""
-        held, self._pending, self._blank = "".join([*self._blank, self._pending]), "", []
+        held, self._buffer, self._blank = "".join([*self._blank, self._buffer]), "", []
         return (held, "") if self._state == THINKING else ("", held)
 
 
@@ -237,11 +237,11 @@ class FrameReader:
     The first mark counts at the beginning of this text only, the second one at its end: anywhere else they are text.
     """
 
-    def __init__(self, thinking: ReasoningReader, opening: str, closing: str) -> None:
-        self._thinking = thinking
+    def __init__(self, reader: ReasoningReader, opening: str, closing: str) -> None:
+        self._reader = reader
         self._opening, self._closing = opening, closing
         self._has_begun = False  # the text behind the thinking
-        self._pending = ""  # may be a mark or the beginning of one, with the white space beside it
+        self._buffer = ""  # may be a mark or the beginning of one, with the white space beside it
         self._has_thought = False
 
     @property
@@ -254,34 +254,34 @@ class FrameReader:
 
     def feed(self, text: str) -> tuple[str, str]:
         """Return the thinking and the text that are certain now."""
-        was_over = self._thinking.is_over
-        thinking, text = self._thinking.feed(text)
-        self._has_thought = self._thinking.has_thought and not was_over
+        was_over = self._reader.is_over
+        thinking, text = self._reader.feed(text)
+        self._has_thought = self._reader.has_thought and not was_over
         return thinking, self._read(text)
 
     def flush(self) -> tuple[str, str]:
         """Return the rest, at the end of the choice."""
-        thinking, text = self._thinking.flush()
+        thinking, text = self._reader.flush()
         text = self._read(text)
-        held, self._pending = self._pending, ""
+        held, self._buffer = self._buffer, ""
         is_mark = self._has_begun and held.startswith(self._closing)
         return thinking, text if is_mark else text + held
 
     def _read(self, text: str) -> str:
         """Return the text that is certain now, without the marks around it."""
-        text = self._pending + text
-        self._pending = ""
+        text = self._buffer + text
+        self._buffer = ""
         if not self._has_begun:
             begun = text.lstrip()
             if len(text) < MOST_SPACE and len(begun) < len(self._opening) and self._opening.startswith(begun):
-                self._pending = text
+                self._buffer = text
                 return ""
             self._has_begun = True
             text = begun.removeprefix(self._opening) if begun.startswith(self._opening) else text
         before, mark, behind = text.rpartition(self._closing)
         is_last = len(behind) < MOST_SPACE and not behind.strip()
         size = len(before) if mark and is_last else len(text) - _overlap(text, self._closing)
-        self._pending = text[size:]
+        self._buffer = text[size:]
         return text[:size]
 
 
@@ -303,7 +303,7 @@ class ChannelReader:
 
     def __init__(self) -> None:
         self._kind = ""  # of the message that is read: thinking, call or text; empty in its head
-        self._pending = ""
+        self._buffer = ""
 
     @property
     def is_over(self) -> bool:
@@ -315,18 +315,18 @@ class ChannelReader:
 
     def feed(self, text: str) -> tuple[str, str]:
         """Return the thinking and the text that are certain now."""
-        self._pending += text
+        self._buffer += text
         thinking, content = "", ""
-        while self._pending:
+        while self._buffer:
             if not self._kind:
                 begun = self._begin()
                 if begun is None:
                     break
                 content += begun
                 continue
-            ends = [(at, mark) for mark in _ENDS if (at := self._pending.find(mark)) >= 0]
-            size = min(ends)[0] if ends else len(self._pending) - max(_overlap(self._pending, mark) for mark in _ENDS)
-            piece, self._pending = self._pending[:size], self._pending[size:]
+            ends = [(at, mark) for mark in _ENDS if (at := self._buffer.find(mark)) >= 0]
+            size = min(ends)[0] if ends else len(self._buffer) - max(_overlap(self._buffer, mark) for mark in _ENDS)
+            piece, self._buffer = self._buffer[:size], self._buffer[size:]
             if self._kind == "thinking":
                 thinking += piece
             else:
@@ -334,27 +334,27 @@ class ChannelReader:
             if not ends:
                 break
             content += CALL if self._kind == "call" else ""
-            self._pending, self._kind = self._pending.removeprefix(min(ends)[1]), ""
+            self._buffer, self._kind = self._buffer.removeprefix(min(ends)[1]), ""
         return thinking, content
 
     def flush(self) -> tuple[str, str]:
         """Return the rest, at the end of the choice; a head that was cut is nothing."""
-        held, self._pending = self._pending, ""
+        held, self._buffer = self._buffer, ""
         if self._kind == "thinking":
             return held, ""
         return "", held + CALL if self._kind == "call" else held if self._kind else ""
 
     def _begin(self) -> str | None:
         """Read the head of a message; return the text that it becomes, None while it is not whole."""
-        head, mark, rest = self._pending.partition(MESSAGE)
-        begun = self._pending.lstrip()
+        head, mark, rest = self._buffer.partition(MESSAGE)
+        begun = self._buffer.lstrip()
         is_long = len(head) > MOST_HEAD + (0 if mark else len(MESSAGE) - 1)
         if is_long or not any(known.startswith(begun) or begun.startswith(known) for known in _HEADS):
             self._kind = "text"
             return ""
         if not mark:
             return None
-        self._pending = rest
+        self._buffer = rest
         if (recipient := _RECIPIENT.search(head)) is not None:
             self._kind = "call"
             return f"{CHANNEL}functions.{recipient[1]}{MESSAGE}"

@@ -23,37 +23,37 @@ def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
 class StopMatcher:
     """Feed text through; what comes out will never have to be taken back."""
 
-    __slots__ = ("_include", "_longest", "_pending", "_prefixes", "_stops", "matched")
+    __slots__ = ("_buffer", "_include", "_longest", "_prefixes", "_stops", "matched_stop")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._include = include
         self._prefixes = _beginnings(self._stops)
         self._longest = max((len(stop) for stop in self._stops), default=1) - 1
-        self._pending = ""
-        self.matched: str | None = None
+        self._buffer = ""
+        self.matched_stop: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return the text that can be shown now. After a match (`matched` is set) nothing more comes out."""
-        if self.matched is not None:
+        """Return the text that can be shown now. After a match (`matched_stop` is set) nothing more comes out."""
+        if self.matched_stop is not None:
             return ""
         if not self._stops:
             return text
-        text = self._pending + text
+        text = self._buffer + text
         matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
-            end, start, self.matched = min(matches)
-            self._pending = ""
+            end, start, self.matched_stop = min(matches)
+            self._buffer = ""
             return text[: end if self._include else start]
         keep = self._overlap(text)
-        self._pending = text[len(text) - keep :]
+        self._buffer = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
         """Return what was held back; for the end of a sequence that found no stop string, or to skip matching for a
         while.
         """
-        held, self._pending = self._pending, ""
+        held, self._buffer = self._buffer, ""
         return held
 
     def _overlap(self, text: str) -> int:

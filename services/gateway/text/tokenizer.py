@@ -57,8 +57,8 @@ class ModelText:
                 f"model directory {directory} does not exist; give a Hugging Face directory or a GGUF file"
             )
         config = read_json(directory / "config.json")
-        self._bounded = load_tokenizer(directory / "tokenizer.json")
-        self.tokenizer = self._bounded.library
+        self._bounded_tokenizer = load_tokenizer(directory / "tokenizer.json")
+        self.tokenizer = self._bounded_tokenizer.library
         tokenizer_config = read_json_if_any(directory / "tokenizer_config.json")
         where = str(directory / "config.json")
         config = {**config, **Fields(config, where, remedy=AGAIN).fields("text_config")}
@@ -92,19 +92,19 @@ class ModelText:
         self.thinking_marks = None if marks[0] is None or marks[1] is None else (marks[0], marks[1])
         """Ids of the marks of thinking, where each is one token."""
         try:
-            self.chat = ChatTemplate(source, self._bounded, names, template_timeout_s)
+            self.chat = ChatTemplate(source, self._bounded_tokenizer, names, template_timeout_s)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(
                 f"the chat template of {directory} does not compile: {error}; choose another model"
             ) from error
-        self.pairs: Pairs | None = judge_of(architecture, self._bounded, self.chat)
+        self.pairs: Pairs | None = judge_of(architecture, self._bounded_tokenizer, self.chat)
         if architecture in SCORE_ENCODERS:
-            self.pairs = CrossEncoder(config, where, self._bounded)
+            self.pairs = CrossEncoder(config, where, self._bounded_tokenizer)
         self.tasks = self._tasks()
         """What the model is for: keys of ENDPOINTS in shared/ids.py."""
         self.longest = self.text.longest
         """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
-        self._bounded.encoders.make_ready()
+        self._bounded_tokenizer.encoders.make_ready()
         self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -113,11 +113,11 @@ class ModelText:
         tokenizer.json alone decides what is added; transformers 5 ignores add_bos_token beside it, too. Other threads
         run on meanwhile; only where `is_quick` says so may it be called on the event loop.
         """
-        return self._bounded.encode(text, add_special_tokens)
+        return self._bounded_tokenizer.encode(text, add_special_tokens)
 
     def is_quick(self, chars: int) -> bool:
         """Return whether texts of so many characters, all together, are encoded in less than a millisecond or two."""
-        return self._bounded.is_quick(chars)
+        return self._bounded_tokenizer.is_quick(chars)
 
     def try_template(self) -> str:
         """Return why the chat template does not render a plain conversation; empty when it does, or there is none."""
@@ -131,7 +131,7 @@ class ModelText:
 
     def close(self) -> None:
         """End the processes that encode, render and compile grammars. Long texts are no longer encoded."""
-        self._bounded.encoders.close()
+        self._bounded_tokenizer.encoders.close()
         self.chat.close()
         self.grammars.close()
 
@@ -241,19 +241,19 @@ def _architecture(config: dict[str, Any]) -> str:
     return str(names[0]) if isinstance(names, list) and names else str(names)
 
 
-def _context(read: Fields) -> int:
+def _context(fields: Fields) -> int:
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
-        if read.raw.get(name) is not None:
-            return read.integer(name)
-    if (kind := read.text("model_type", "")) in CONTEXTS:
+        if fields.raw.get(name) is not None:
+            return fields.integer(name)
+    if (kind := fields.text("model_type", "")) in CONTEXTS:
         return CONTEXTS[kind]
-    return read.integer("max_position_embeddings")
+    return fields.integer("max_position_embeddings")
 
 
-def _vector_size(read: Fields) -> int:
+def _vector_size(fields: Fields) -> int:
     """Return the numbers of a row of the last layer; 0 where config.json does not say."""
     names = ("hidden_size", "n_embd", "n_embed")
-    return next((read.integer(name, least=0) for name in names if read.raw.get(name) is not None), 0)
+    return next((fields.integer(name, least=0) for name in names if fields.raw.get(name) is not None), 0)
 
 
 def _info(config: dict[str, Any], names: dict[str, str], template: str | None) -> dict[str, str | None]:

@@ -140,7 +140,7 @@ class RequestHandover:
             head: list[Value] = [lease.text, GROUP]
             count += await persist(
                 "hand requests back",
-                partial(lease.fenced, self._scripts.release, [self._keys.queue], [*head, *part]),
+                partial(lease.run_fenced, self._scripts.release, [self._keys.queue], [*head, *part]),
                 log,
             )
         return count
@@ -152,7 +152,7 @@ class RequestHandover:
             head: list[Value] = [lease.text, GROUP, giver, taker]
             count += await persist(
                 "give requests to another shard",
-                partial(lease.fenced, self._scripts.give, [self._keys.queue], [*head, *part]),
+                partial(lease.run_fenced, self._scripts.give, [self._keys.queue], [*head, *part]),
                 log,
             )
         return count

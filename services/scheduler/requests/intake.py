@@ -270,7 +270,7 @@ class Intake:
             return
         self._recount_s = now_s + RECOUNT_S
         arguments: list[Value] = [self._lease.text, RECOUNT_ENTRIES]
-        if await self._lease.fenced(self._scripts.recount, [self._keys.queue], arguments):
+        if await self._lease.run_fenced(self._scripts.recount, [self._keys.queue], arguments):
             log.warning("queue: the counts were not those of its entries; they were counted anew")
 
     async def left_by(self, shard: str, lease: Lease) -> list[Entry]:
@@ -320,7 +320,7 @@ class Intake:
             return []
         args: list[Value] = [self._lease.text, self._shard, *(self._keys.req(entry.request.id) for entry in entries)]
         try:
-            verdicts = await self._lease.fenced(self._scripts.claim, [], args)
+            verdicts = await self._lease.run_fenced(self._scripts.claim, [], args)
         except ResponseError as error:
             if WRONG_TYPE in str(error):
                 types = {self._keys.req(entry.request.id): "hash" for entry in entries}
@@ -340,7 +340,7 @@ class Intake:
     async def _drop(self, lease: Lease, stream: str, entry_id: str, record: str = "") -> int:
         """Delete an entry. record: of a request with the highest id. Return RETURNED, STRANDED, or 0."""
         arguments: list[Value] = [lease.text, GROUP, stream, entry_id, record]
-        return int(await lease.fenced(self._scripts.drop, [self._keys.queue], arguments))
+        return int(await lease.run_fenced(self._scripts.drop, [self._keys.queue], arguments))
 
     async def _open(self, entry: Entry, enqueued_ms: int, gateway: str, cancelled: bool) -> Claimed:
         prompts = entry.request.prompts

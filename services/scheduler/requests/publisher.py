@@ -273,7 +273,7 @@ class Publisher:
             while True:
                 lease = self._lease
                 args = arguments(outcomes, lease.epoch, self._keys.prefix, self._entries, again, lease.text)
-                short = await self._lease.fenced(self._script, [self._keys.queue], args)
+                short = await self._lease.run_fenced(self._script, [self._keys.queue], args)
                 if not short or again is not None:
                     return
                 again = self._whole_outputs([outcome for _, outcome in outcomes], short)

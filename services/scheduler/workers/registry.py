@@ -174,7 +174,7 @@ class WorkerRegistry:
             names = [self._keys.worker(worker.id), self._keys.epoch, self._keys.worker(before or worker.id)]
             least = self.least_epochs.get(worker.identity, 0)
             words: list[Value] = [self._lease.text, self._shard, self._keys.prefix, least]
-            if epoch := int(await self._lease.fenced(self._scripts.take_worker, names, words)):
+            if epoch := int(await self._lease.run_fenced(self._scripts.take_worker, names, words)):
                 return replace(worker, epoch=epoch)
         return None
 
@@ -186,4 +186,4 @@ class WorkerRegistry:
     async def give_back(self, worker: Registration) -> None:
         """Release a worker, unless another shard has it already."""
         words: list[Value] = [self._lease.text, self._shard, worker.epoch]
-        await self._lease.fenced(self._scripts.give_worker, [self._keys.worker(worker.id)], words)
+        await self._lease.run_fenced(self._scripts.give_worker, [self._keys.worker(worker.id)], words)

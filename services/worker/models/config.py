@@ -197,7 +197,7 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
 
 
 def _refuse_unsupported(read: Fields, family: Family) -> None:
-    raw, where = read.raw, read.where
+    raw, where = read.raw, read.source
     for key, value in {**({} if family.is_encoder else {"is_causal": True}), **family.only}.items():
         setting = raw.get(key)
         if setting is not None and setting != value:
@@ -217,7 +217,7 @@ def _activation(read: Fields, family: Family) -> str:
     known, value = family.activations, read.text("hidden_act", family.defaults.get("hidden_act", "silu"))
     if value not in known:
         called = family.field_names.get("hidden_act", "hidden_act")
-        raise ModelError(f"{read.where}: {called} {value!r} is not supported; supported: {', '.join(known)}")
+        raise ModelError(f"{read.source}: {called} {value!r} is not supported; supported: {', '.join(known)}")
     return known[value]
 
 
@@ -233,7 +233,7 @@ def _windows(read: Fields, family: Family, layers: int) -> tuple[int, ...]:
 
     Qwen2 writes a window that it then switches off.
     """
-    raw, where, way = read.raw, read.where, family.windows
+    raw, where, way = read.raw, read.source, family.windows
     off = raw.get("sliding_window") is None or not read.flag("use_sliding_window", "use_sliding_window" not in raw)
     window = 0 if off else read.integer("sliding_window")
     kinds = raw.get("layer_types")
@@ -271,12 +271,12 @@ def _mixture(read: Fields, family: Family, names: ExpertNames, layers: int) -> M
     experts, top_k = read.integer("num_experts", most=MAX_EXPERTS), read.integer("num_experts_per_tok")
     if top_k > experts:
         raise ModelError(
-            f"{read.where}: num_experts_per_tok {top_k} is more than {read.name('num_experts')} {experts}; "
+            f"{read.source}: num_experts_per_tok {top_k} is more than {read.name('num_experts')} {experts}; "
             "fetch config.json again"
         )
     dense = read.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(index) is int for index in dense):
-        raise ModelError(f"{read.where}: mlp_only_layers is {json.dumps(dense)[:60]}, expected a list of layers")
+        raise ModelError(f"{read.source}: mlp_only_layers is {json.dumps(dense)[:60]}, expected a list of layers")
     step = read.integer("decoder_sparse_step", 1)
     return Mixture(
         names=names,
@@ -292,7 +292,7 @@ def _mixture(read: Fields, family: Family, names: ExpertNames, layers: int) -> M
 def _dtype(read: Fields) -> str:
     name = read.text("dtype", read.text("torch_dtype", "float32"))
     if name not in DTYPES:
-        raise ModelError(f"{read.where}: dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+        raise ModelError(f"{read.source}: dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
     return name
 
 
@@ -308,7 +308,7 @@ def _ropes(read: Fields, family: Family, head_dim: int) -> tuple[Rope | None, Ro
     if not family.local_rope:
         return _rope({**beside, **(scaling or settings)}, read, family, head_dim), None
     # The bases of Gemma 3's layers where none is given (transformers, models/gemma3/configuration_gemma3.py).
-    kinds = Fields(settings, read.where)
+    kinds = Fields(settings, read.source)
     whole = {"rope_theta": raw.get("rope_theta") or 1e6, **kinds.fields("full_attention"), **scaling}
     local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4, **kinds.fields("sliding_attention")}
     return _rope(whole, read, family, head_dim), _rope(local, read, family, head_dim)
@@ -316,7 +316,7 @@ def _ropes(read: Fields, family: Family, head_dim: int) -> tuple[Rope | None, Ro
 
 def _rope(raw: dict[str, Any], whole: Fields, family: Family, head_dim: int) -> Rope:
     """Return the rotary embedding that `raw` describes; `whole` is all of config.json."""
-    where, fields = whole.where, Fields(raw, whole.where)
+    where, fields = whole.source, Fields(raw, whole.source)
     if any(isinstance(value, dict) for value in raw.values()):
         kinds = ", ".join(key for key, value in raw.items() if isinstance(value, dict))
         raise ModelError(f"{where}: rope settings per layer type ({kinds}) are not supported for this architecture")

@@ -106,17 +106,17 @@ def _compressed_tensors(read: Fields) -> Stored:
     _demand(read, "format", ("pack-quantized", "float-quantized", "int-quantized"))
     for key in ("kv_cache_scheme", "transform_config"):
         if read.raw.get(key):
-            raise ModelError(f"{read.where}: {key} is not supported; {REMEDY}")
+            raise ModelError(f"{read.source}: {key} is not supported; {REMEDY}")
     if read.fields("sparsity_config").get("format", "dense") != "dense":
-        raise ModelError(f"{read.where}: sparsity_config is not supported; {REMEDY}")
+        raise ModelError(f"{read.source}: sparsity_config is not supported; {REMEDY}")
     kinds = {_scheme(read, name, scheme) for name, scheme in read.fields("config_groups").items()}
     if len(kinds) != 1:
-        raise ModelError(f"{read.where}: config_groups has {len(kinds)} kinds of weights, one is supported; {REMEDY}")
+        raise ModelError(f"{read.source}: config_groups has {len(kinds)} kinds of weights, one is supported; {REMEDY}")
     return kinds.pop()
 
 
 def _scheme(read: Fields, name: str, scheme: Any) -> Stored:
-    where = f"{read.where}: config_groups.{_short(name)}"
+    where = f"{read.source}: config_groups.{_short(name)}"
     if not isinstance(scheme, dict):
         raise ModelError(f"{where} is no object; {REMEDY}")
     group = Fields(scheme, where, remedy=REMEDY)
@@ -147,7 +147,7 @@ def _scheme(read: Fields, name: str, scheme: Any) -> Stored:
 
 def _w8a8(group: Fields, weights: Fields) -> Stored:
     """Weights and activations in 8 bits, these with a scale for each token that follows from its numbers."""
-    activations = Fields(group.fields("input_activations"), f"{group.where}.input_activations", remedy=REMEDY)
+    activations = Fields(group.fields("input_activations"), f"{group.source}.input_activations", remedy=REMEDY)
     for part in (weights, activations):
         _demand(part, "type", ("int",))
         _demand(part, "num_bits", (8,))
@@ -157,7 +157,7 @@ def _w8a8(group: Fields, weights: Fields) -> Stored:
     _demand(activations, "dynamic", (True,))
     _demand(weights, "strategy", ("channel", "tensor"))
     if group.raw.get("output_activations"):
-        raise ModelError(f"{group.where}: output_activations is not supported; {REMEDY}")
+        raise ModelError(f"{group.source}: output_activations is not supported; {REMEDY}")
     return Stored(W8A8, 8, block=(0 if weights.raw["strategy"] == "tensor" else 1, 0))
 
 
@@ -178,10 +178,10 @@ def _gptq(read: Fields) -> Stored:
         _demand(read, key, ("gptq", "gptq_v2"), "gptq")
     layouts = {read.raw[key] for key in names if read.raw.get(key) is not None}
     if len(layouts) > 1:
-        raise ModelError(f"{read.where}: checkpoint_format and format are not the same; {REMEDY}")
+        raise ModelError(f"{read.source}: checkpoint_format and format are not the same; {REMEDY}")
     _demand(read, "lm_head", (False,), False)
     if read.raw.get("dynamic"):
-        raise ModelError(f"{read.where}: dynamic is not supported, all layers must be alike; {REMEDY}")
+        raise ModelError(f"{read.source}: dynamic is not supported, all layers must be alike; {REMEDY}")
     offset = 0 if layouts == {"gptq_v2"} else 1
     size = _group_size(read)
     in_order = not read.flag("desc_act") or size == 0  # one group has one order
@@ -208,7 +208,7 @@ def _block(read: Fields, key: str) -> tuple[int, int]:
     """Return the outputs and inputs of a block."""
     block = read.raw.get(key)
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n <= LARGEST for n in block)):
-        raise ModelError(f"{read.where}: {key} {_short(block)}, expected two sizes; {REMEDY}")
+        raise ModelError(f"{read.source}: {key} {_short(block)}, expected two sizes; {REMEDY}")
     return block[0], block[1]
 
 
@@ -216,7 +216,7 @@ def _group_size(read: Fields) -> int:
     """Return group_size, -1 as 0."""
     size = read.integer("group_size", -1, least=-1)
     if size == 0:
-        raise ModelError(f"{read.where}: group_size 0, expected -1 or a positive integer; {REMEDY}")
+        raise ModelError(f"{read.source}: group_size 0, expected -1 or a positive integer; {REMEDY}")
     return max(size, 0)
 
 
@@ -225,7 +225,7 @@ def _demand(read: Fields, key: str, allowed: tuple[Any, ...], default: Any = Non
     value = default if value is None else value
     if not any(type(value) is type(one) and value == one for one in allowed):
         names = ", ".join(str(one) for one in allowed)
-        raise ModelError(f"{read.where}: {key} {_short(value)} is not supported, {names} is; {REMEDY}")
+        raise ModelError(f"{read.source}: {key} {_short(value)} is not supported, {names} is; {REMEDY}")
 
 
 def _short(value: Any) -> str:

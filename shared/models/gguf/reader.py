@@ -167,25 +167,25 @@ class GgufFile:
     def text(self, key: str, default: str | None = None) -> str:
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise self._refused(key, value, "a string")
+            raise self._type_error(key, value, "a string")
         return value
 
     def integer(self, key: str, default: int | None = None, least: int = 0, most: int = 1 << 32) -> int:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self._refused(key, value, f"an integer from {least} to {most}")
+            raise self._type_error(key, value, f"an integer from {least} to {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._refused(key, value, "a number")
+            raise self._type_error(key, value, "a number")
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise self._refused(key, value, "true or false")
+            raise self._type_error(key, value, "true or false")
         return value
 
     def texts(self, key: str) -> list[str]:
@@ -232,7 +232,7 @@ class GgufFile:
         if array is None or (isinstance(array, _Array) and not array.count):
             return []
         if not isinstance(array, _Array) or array.kind not in kinds:
-            raise self._refused(key, array, "an array of another type")
+            raise self._type_error(key, array, "an array of another type")
         with self.path.open("rb") as file:
             file.seek(array.start)
             data = file.read(array.end - array.start)
@@ -242,9 +242,9 @@ class GgufFile:
             return list(_strings(data, array.count))
         return list(struct.unpack(f"<{array.count}{_SCALARS[array.kind]}", data))
 
-    def _refused(self, key: str, value: Any, wanted: str) -> ModelError:
+    def _type_error(self, key: str, value: Any, expected: str) -> ModelError:
         said = "an array" if isinstance(value, _Array) else _short(value)
-        return ModelError(f"{self.path}: {key} is {said}, expected {wanted}; convert the model again")
+        return ModelError(f"{self.path}: {key} is {said}, expected {expected}; convert the model again")
 
 
 def is_gguf(path: Path) -> bool:
@@ -264,7 +264,7 @@ def open_gguf(path: Path) -> GgufFile:
     for number, part in enumerate(paths, 1):
         if not part.exists():
             raise ModelError(f"{part}: part {number} of {len(paths)} is missing; fetch it into the same directory")
-    return _joined(tuple(_version(part) for part in paths))
+    return _join(tuple(_version(part) for part in paths))
 
 
 _Version = tuple[Path, int, int]
@@ -287,7 +287,7 @@ def _version(path: Path) -> _Version:
 
 
 @lru_cache(maxsize=4)
-def _joined(parts: tuple[_Version, ...]) -> GgufFile:
+def _join(parts: tuple[_Version, ...]) -> GgufFile:
     """Read the headers of all parts once as long as the files are the same ones."""
     headers = _headers(parts)
     first = next(headers)
@@ -418,31 +418,31 @@ class _Header:
             self._at += count * each
         return _Array(kind, count, start, self._at)
 
-    def _demand(self, what: str, count: int, most: int, each: int) -> None:
-        """Raise ValueError where so many things of at least `each` bytes are not in the file, or are too many."""
+    def _demand(self, kind: str, count: int, most: int, item_bytes: int) -> None:
+        """Raise ValueError where so many things of at least `item_bytes` bytes are not in the file, or are too many."""
         if count > most:
-            raise ValueError(f"{count} {what}, at most {most}")
-        if count * each > self._end - self._at:
-            raise ValueError(f"{count} {what} do not fit into {self._end - self._at} bytes")
+            raise ValueError(f"{count} {kind}, at most {most}")
+        if count * item_bytes > self._end - self._at:
+            raise ValueError(f"{count} {kind} do not fit into {self._end - self._at} bytes")
 
-    def _string(self, what: str, most: int) -> str:
-        length = self._number("Q", what)
+    def _string(self, kind: str, most: int) -> str:
+        length = self._number("Q", kind)
         start = self._at
-        self._skip(length, what, most)
+        self._skip(length, kind, most)
         return self._data[start : self._at].decode("utf-8", "replace")
 
-    def _skip(self, length: int, what: str, most: int) -> None:
+    def _skip(self, length: int, kind: str, most: int) -> None:
         if length > most:
-            raise ValueError(f"{_short(what)} has a text of {length} bytes, at most {most}")
+            raise ValueError(f"{_short(kind)} has a text of {length} bytes, at most {most}")
         if length > self._end - self._at:
-            raise ValueError(f"{_short(what)} has a text of {length} bytes, {self._end - self._at} are left")
+            raise ValueError(f"{_short(kind)} has a text of {length} bytes, {self._end - self._at} are left")
         self._at += length
 
-    def _number(self, letter: str, what: str) -> Any:
+    def _number(self, letter: str, kind: str) -> Any:
         size = struct.calcsize(f"<{letter}")
         if size > self._end - self._at:
             raise ValueError(
-                f"cut off in {_short(what)}, or its metadata, of all parts together, has more than "
+                f"cut off in {_short(kind)}, or its metadata, of all parts together, has more than "
                 f"{MOST_METADATA_BYTES} bytes"
             )
         (value,) = struct.unpack_from(f"<{letter}", self._data, self._at)

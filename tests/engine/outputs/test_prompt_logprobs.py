@@ -56,7 +56,7 @@ def compare(reference: Reference, expected: list[torch.Tensor], recorded: Record
 def check(prompt: list[int], logprobs: torch.Tensor, told: list[tuple[int, TokenLogprobs]]) -> None:
     assert len(told) == len(prompt) - 1
     for token, row, (rank, one) in zip(prompt[1:], logprobs, told, strict=True):
-        assert one.sampled == pytest.approx(float(row[token]), abs=TOLERANCE)
+        assert one.sampled_logprob == pytest.approx(float(row[token]), abs=TOLERANCE)
         assert abs(rank - int((row >= row[token]).sum())) <= int(((row - row[token]).abs() < TOLERANCE).sum()) - 1
         best = row.topk(LIKELY)
         assert [value for _, value in one.best] == pytest.approx(best.values.tolist(), abs=TOLERANCE)

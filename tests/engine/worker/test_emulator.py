@@ -61,7 +61,7 @@ def test_overlapped_preemption_swap_and_sharing_give_transformers_tokens(
     for i in range(1, len(requests), 2):
         told = unpack_records(recorded.logprobs[f"r{i}", 0], 3)
         assert [one.best[0][0] for one in told] == reference.outputs[i]
-        assert [one.sampled for one in told] == pytest.approx([one.best[0][1] for one in told], abs=1e-4)
+        assert [one.sampled_logprob for one in told] == pytest.approx([one.best[0][1] for one in told], abs=1e-4)
     stats = core.stats()
     assert stats["swapped_blocks"] > 0 and stats["prefix_hit_tokens"] > 0 and stats["blocks_draining"] == 0
 
@@ -84,7 +84,7 @@ def test_prompts_are_scored_beside_decodes_that_overlap(
         told = unpack_prompt_records(recorded.prompt_logprobs[f"r{i}", 0], 3)
         assert len(told) == len(prompt) - 1
         for token, row, (_, one) in zip(prompt[1:], expected, told, strict=True):
-            assert one.sampled == pytest.approx(float(row[token]), abs=0.25)  # float16, logits of 30
+            assert one.sampled_logprob == pytest.approx(float(row[token]), abs=0.25)  # float16, logits of 30
             assert [value for _, value in one.best] == pytest.approx(row.topk(2).values.tolist(), abs=0.25)
 
 

@@ -534,7 +534,7 @@ async def test_key_of_another_type_is_deleted_and_set_aside(
     other = AdapterNames(settings, letters)
     looking = asyncio.create_task(other.run())
     try:
-        await wait_until(lambda: other.looked.is_set())
+        await wait_until(lambda: other.has_looked.is_set())
         assert not client.exists(key) and not other.records
         (row,) = letters.take()
         assert (row["key"], row["text"]) == (key, "a key of type list, not hash; deleted")

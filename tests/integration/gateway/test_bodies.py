@@ -52,7 +52,7 @@ async def test_waiting_request_does_not_hold_its_body(
 ) -> None:
     keys = local_gateway.settings.keys
     scheduler = ScriptedScheduler(redis_server.client, keys).lead()
-    written = orjson.dumps({"model": local_gateway.first.name} | body)
+    written = orjson.dumps({"model": local_gateway.first_model.name} | body)
 
     async def content() -> AsyncIterator[bytes]:
         yield written[:-1]

@@ -200,7 +200,7 @@ async def read(
     keyring = Keyring(settings, models=others)
     reading = asyncio.create_task(keyring.run())
     try:
-        await wait_until(lambda: keyring.read)
+        await wait_until(lambda: keyring.has_read)
         yield keyring
     finally:
         await end(reading)
@@ -238,7 +238,7 @@ async def test_model_without_its_last_key_stays_closed_behind_a_restart(empty_re
     assert "no key is active, and requests still need one" in removed.stderr
     assert "requests still need one" in CliRunner().invoke(app, ["keys", "list", *command]).stdout
     async with read(empty_redis, "emptied") as keyring:
-        assert keyring.needed
+        assert keyring.needs_key
 
 
 @pytest.mark.parametrize("foreign", ["api_keys", "keys_version", "keys_salt"])
@@ -280,9 +280,9 @@ async def test_keys_of_an_older_version_are_read_of_all_models(empty_redis: Redi
     first, second = Keys("elder"), Keys("org/Second")
     record = KeyRecord("0123456789ab", "0" * 64, "old", "alice")
     async with read(empty_redis, "elder", "org/Second") as keyring:
-        assert not keyring.needed
+        assert not keyring.needs_key
         empty_redis.client.incr(second.model_keys_version)  # as it is when the last key is gone
-        await wait_until(lambda: keyring.needed)
+        await wait_until(lambda: keyring.needs_key)
         for keys, key_id in ((second, record.id), (first, "f" * 12)):
             empty_redis.client.hset(keys.model_keys, key_id, replace(record, id=key_id).encode())
             empty_redis.client.incr(keys.model_keys_version)

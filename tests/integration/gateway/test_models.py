@@ -138,7 +138,7 @@ async def test_name_of_the_first_model_is_no_alias_of_another(settings: GatewayS
 async def test_adapter_never_answers_for_a_model(
     client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer
 ) -> None:
-    names, adapters = (FIRST, "gpt-4o", SECOND, "claude:latest", THIRD), gateway.first.settings.keys.adapters
+    names, adapters = (FIRST, "gpt-4o", SECOND, "claude:latest", THIRD), gateway.first_model.settings.keys.adapters
     for name in names:
         if ":" not in name:  # which no adapter's name has
             answer = await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": "x"})
@@ -147,7 +147,7 @@ async def test_adapter_never_answers_for_a_model(
         record = AdapterRecord("ab" * 32, 1, "x", 1)  # as if it was loaded before the model had the name
         redis_server.client.hset(adapters, name, orjson.dumps(asdict(record)))
     try:
-        await wait_until(lambda: set(names) <= gateway.first.adapters.records.keys())
+        await wait_until(lambda: set(names) <= gateway.first_model.adapters.records.keys())
         for name, model in zip(names, (FIRST, FIRST, SECOND, SECOND), strict=False):
             assert await text_of(client, name) == TEXTS[model]
         assert (await complete(client, THIRD)).status_code == 404  # it does not run
@@ -393,7 +393,7 @@ def sees_empty_queue(model: ServedModel, since: float) -> bool:
 async def second(request: pytest.FixtureRequest, gateway: Gateway) -> Callable[[str], Awaitable[object]]:
     """Wait for a state of the second model, which is open or is not."""
     if request.param:
-        await gateway.models.opened(SECOND, None)
+        await gateway.models.open_model(SECOND, None)
     return lambda state: wait_until(lambda: gateway.models.state(SECOND) == state)
 
 
@@ -590,7 +590,7 @@ async def test_keys_of_an_older_version_close_every_model(
     try:
         redis_server.client.hset(keys.model_keys, key_id, record.encode())
         redis_server.client.incr(keys.model_keys_version)
-        await wait_until(lambda: gateway.keyring.needed)
+        await wait_until(lambda: gateway.keyring.needs_key)
         assert [(await complete(client, name)).status_code for name in TEXTS] == [401, 401]
         client.headers["authorization"] = f"Bearer {text}"
         assert [(await complete(client, name)).status_code for name in TEXTS] == [403, 200]
@@ -623,11 +623,14 @@ async def test_only_model_is_not_for_a_key_of_another(settings: GatewaySettings)
     await running.start()
     try:
         with pytest.raises(ApiError, match="'cmpl-0' not found"):
-            await running.models.holding("cmpl-0", Caller("alice", models=frozenset({SECOND})))
-        assert await running.models.holding("cmpl-0", Caller("alice", models=frozenset({FIRST}))) is running.first
+            await running.models.find_holder("cmpl-0", Caller("alice", models=frozenset({SECOND})))
+        assert (
+            await running.models.find_holder("cmpl-0", Caller("alice", models=frozenset({FIRST})))
+            is running.first_model
+        )
     finally:
         await running.stop()
-        running.first.text.close()
+        running.first_model.text.close()
 
 
 async def test_response_goes_on_from_none_of_a_model_that_the_key_is_not_for(
@@ -649,7 +652,7 @@ async def test_key_is_for_its_models_alone_and_has_one_bucket(
     text = add_key(redis_server, keys, requests_per_minute=3, models=f"{FIRST},{SECOND}")
     client.headers["authorization"] = f"Bearer {text}"
     try:
-        await wait_until(lambda: gateway.keyring.needed)
+        await wait_until(lambda: gateway.keyring.needs_key)
         refused = await complete(client, THIRD)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
         assert refused.json()["error"]["message"] == "model: this key is for first, org/Second; got 'third'"
@@ -676,7 +679,7 @@ def third(gateway: Gateway, redis_server: RedisServer) -> Iterator[Keys]:
 async def expire(model: ServedModel) -> None:
     """Make a model idle once it has no requests."""
     busy = model.background
-    await wait_until(lambda: not (model.dispatcher.streams or busy.kept or busy.readerless or busy.ended))
+    await wait_until(lambda: not (model.dispatcher.streams or busy.request_ids or busy.readerless or busy.end_counts))
     model.idle_s = 0
     model.used_at -= 2 * LEAST_IDLE_S
 
@@ -689,7 +692,7 @@ async def test_model_is_let_go_once_when_two_tasks_find_it_idle(
     await wait_until(lambda: gateway.models.state(THIRD) == "ready")
     may_end = {}
     for name in (SECOND, THIRD):
-        model = await gateway.models.opened(name, None)
+        model = await gateway.models.open_model(name, None)
         may_end[name] = threading.Event()
         closing = (may_end[name].wait, model.text.close)
         monkeypatch.setattr(model.text, "close", lambda closing=closing: [each() for each in closing])
@@ -714,7 +717,7 @@ async def test_model_is_let_go_once_when_two_tasks_find_it_idle(
 async def test_model_that_ends_badly_does_not_end_the_table(
     gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = await gateway.models.opened(SECOND, None)
+    model = await gateway.models.open_model(SECOND, None)
     close = model.text.close
 
     def fails() -> None:
@@ -729,7 +732,7 @@ async def test_model_that_ends_badly_does_not_end_the_table(
 
 
 async def test_model_that_was_just_let_go_refuses_requests(gateway: Gateway) -> None:
-    model = await gateway.models.opened(SECOND, None)
+    model = await gateway.models.open_model(SECOND, None)
     spec = await completion_spec(CompletionBody(model=SECOND, prompt="The"), model.text, model.cluster.limits)
     await expire(model)
     await wait_until(lambda: SECOND not in gateway.models.open and not model.tasks)
@@ -741,11 +744,11 @@ async def test_model_that_was_just_let_go_refuses_requests(gateway: Gateway) -> 
 
 
 async def test_model_is_in_use_until_a_while_after_its_last_request(gateway: Gateway) -> None:
-    model = await gateway.models.opened(SECOND, None)
+    model = await gateway.models.open_model(SECOND, None)
     background = model.background
     parts: list[tuple[Callable[[], object], Callable[[], object]]] = [
         (lambda: background.readerless.add("cmpl-1"), background.readerless.clear),
-        (lambda: background.ended.update({"cmpl-1": 1}), background.ended.clear),
+        (lambda: background.end_counts.update({"cmpl-1": 1}), background.end_counts.clear),
     ]
     for begin, end in parts:
         model.used_at -= 2 * LEAST_IDLE_S
@@ -779,7 +782,7 @@ async def test_adopter_ends_before_the_tasks_that_it_begins(gateway: Gateway, mo
         ended.append("background")
 
     monkeypatch.setattr(OrphanAdopter, "run", adopts)
-    model = await gateway.models.opened(SECOND, None)
+    model = await gateway.models.open_model(SECOND, None)
     monkeypatch.setattr(model.background, "stop", stops)
     await running.wait()
     await expire(model)
@@ -826,7 +829,7 @@ async def test_models_with_orphans_open_in_turn_where_there_is_room(
         pipe.execute()
     assert not {SECOND, THIRD} & gateway.models.open.keys()
     await wait_until(lambda: len(gateway.models.models()) == 2)
-    (model,) = (each for each in gateway.models.models() if each is not gateway.first)
+    (model,) = (each for each in gateway.models.models() if each is not gateway.first_model)
     await wait_until(lambda: not redis_server.client.sismember(Keys(model.name).background, "gateway-dead"))
     await expire(model)
     await wait_until(lambda: not any(redis_server.client.sismember(keys.background, "gateway-dead") for keys in both))

@@ -33,7 +33,7 @@ def scheduler(local_gateway: Gateway, redis_server: RedisServer) -> ScriptedSche
 @asynccontextmanager
 async def slow_reader(gateway: Gateway, path: str) -> AsyncIterator[None]:
     """Be a client that begins to get its answer, and reads it at the end of the block. Nothing else has room then."""
-    gateway.first.rereads.most_bytes = 1
+    gateway.first_model.rereads.most_bytes = 1
     begun, read = asyncio.Event(), asyncio.Event()
     status = 0
 
@@ -76,7 +76,7 @@ async def test_answer_is_refused_while_too_many_bytes_are_on_their_way(
     }
     client: httpx.AsyncClient = asgi(local_gateway)
     address, body = post[kind]
-    made = await answer(scheduler, client, address, {"model": local_gateway.first.name, **body})
+    made = await answer(scheduler, client, address, {"model": local_gateway.first_model.name, **body})
     path = f"/v1/{kind}/{made['id']}"
     async with slow_reader(local_gateway, path):
         refused = await client.get(path)
@@ -90,7 +90,7 @@ async def test_conversation_is_not_read_while_too_many_bytes_are_on_their_way(
     local_gateway: Gateway, scheduler: ScriptedScheduler, path: str
 ) -> None:
     client: httpx.AsyncClient = asgi(local_gateway)
-    body = {"model": local_gateway.first.name, "input": "x"}
+    body = {"model": local_gateway.first_model.name, "input": "x"}
     made = await answer(scheduler, client, "/v1/responses", body)
     further = body | {"previous_response_id": made["id"]}
     async with slow_reader(local_gateway, f"/v1/responses/{made['id']}"):
@@ -112,12 +112,12 @@ async def test_refused_bytes_are_never_read_from_redis(
         sizes.append(size_bytes)
         raise ApiError(503, "too many bytes")
 
-    body, sizes = {"model": local_gateway.first.name, "input": "x"}, list[int]()
+    body, sizes = {"model": local_gateway.first_model.name, "input": "x"}, list[int]()
     made = await answer(scheduler, asgi(local_gateway), "/v1/responses", body)
     tenant = (await local_gateway.dispatcher.raw_record(made["id"]))[b"tenant"].decode()
     before = redis_server.client.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"]
     with pytest.raises(ApiError, match="too many bytes"):
-        await local_gateway.first.responses.find(made["id"], tenant, refuse)
+        await local_gateway.first_model.responses.find(made["id"], tenant, refuse)
     assert redis_server.client.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"] == before
     assert sizes == [redis_server.client.strlen(local_gateway.settings.keys.response(made["id"]))]
 
@@ -127,7 +127,7 @@ async def test_running_response_is_cancelled_while_too_much_is_read(
     local_gateway: Gateway, scheduler: ScriptedScheduler, verb: str, path: str
 ) -> None:
     client: httpx.AsyncClient = asgi(local_gateway)
-    body = {"model": local_gateway.first.name, "input": "x"}
+    body = {"model": local_gateway.first_model.name, "input": "x"}
     ended = await answer(scheduler, client, "/v1/responses", body)
     running = (await client.post("/v1/responses", json=body | {"background": True})).json()
     async with slow_reader(local_gateway, f"/v1/responses/{ended['id']}"):
@@ -148,10 +148,10 @@ async def test_waiting_conversations_leave_room_for_answers_of_other_tenants(
     settings = GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url, api_key_file=tmp_path / "keys")
     scheduler = ScriptedScheduler(redis_server.client, settings.keys).lead()
     async with in_process(settings, generations.model()) as gateway, asyncio.timeout(60):
-        client, body = asgi(gateway), {"model": gateway.first.name, "input": "x"}
+        client, body = asgi(gateway), {"model": gateway.first_model.name, "input": "x"}
         as_key = {key: {"Authorization": f"Bearer {key}"} for key in KEYS}
         made = [await answer(scheduler, client, "/v1/responses", body, headers=as_key[key]) for key in KEYS]
-        monkeypatch.setattr(gateway.first.rereads, "most_bytes", 1)
+        monkeypatch.setattr(gateway.first_model.rereads, "most_bytes", 1)
         waiting: list[asyncio.Task[httpx.Response]] = []
         for key, before in zip(KEYS[:2], made, strict=False):
             further = {**body, **options, "previous_response_id": before["id"]}
@@ -176,7 +176,7 @@ async def test_conversation_that_waits_for_its_answer_counts_in_the_queue(
     keys, client = local_gateway.settings.keys, asgi(local_gateway)
     held = {}
     for store in (False, True):
-        body = {"model": local_gateway.first.name, "input": "x" * 50, "store": store}
+        body = {"model": local_gateway.first_model.name, "input": "x" * 50, "store": store}
         waiting = asyncio.create_task(client.post("/v1/responses", json=body))
         async with asyncio.timeout(60):
             await wait_until(lambda: redis_server.client.hget(keys.queue, "requests") == b"1")
@@ -197,9 +197,9 @@ async def test_conversations_that_wait_to_be_stored_are_bounded(
     options: dict[str, Any],
 ) -> None:
     keys, client = local_gateway.settings.keys, asgi(local_gateway)
-    body = {"model": local_gateway.first.name, "input": "x"}
+    body = {"model": local_gateway.first_model.name, "input": "x"}
     ended = await answer(scheduler, client, "/v1/responses", body)
-    monkeypatch.setattr(local_gateway.first.conversations, "most_bytes", 1)
+    monkeypatch.setattr(local_gateway.first_model.conversations, "most_bytes", 1)
     body, key = {**body, **options}, {"Idempotency-Key": "k"}
     waiting = [asyncio.create_task(client.post("/v1/responses", json=body, headers=key))]
     async with asyncio.timeout(60):
@@ -226,18 +226,18 @@ async def test_background_response_holds_no_conversation_once_it_is_stored(
     local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def begin(*args: Any, **options: Any) -> Any:
-        held.append(local_gateway.first.conversations.held_bytes)
+        held.append(local_gateway.first_model.conversations.held_bytes)
         return await begun(*args, **options)
 
     async def keep(*args: Any, **options: Any) -> Any:
-        held.append(local_gateway.first.conversations.held_bytes)
+        held.append(local_gateway.first_model.conversations.held_bytes)
         return await kept(*args, **options)
 
     ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
-    held, begun, kept = list[int](), local_gateway.admission.begin_background, local_gateway.first.responses.keep
+    held, begun, kept = list[int](), local_gateway.admission.begin_background, local_gateway.first_model.responses.keep
     monkeypatch.setattr(local_gateway.admission, "begin_background", begin)
-    monkeypatch.setattr(local_gateway.first.responses, "keep", keep)
-    body = {"model": local_gateway.first.name, "input": "x", "background": True}
+    monkeypatch.setattr(local_gateway.first_model.responses, "keep", keep)
+    body = {"model": local_gateway.first_model.name, "input": "x", "background": True}
     made = await asgi(local_gateway).post("/v1/responses", json=body)
     assert made.json()["store"] is True
     assert held[0] > 0 and held[1:] == [0]
@@ -246,9 +246,9 @@ async def test_background_response_holds_no_conversation_once_it_is_stored(
 async def test_conversation_and_answer_of_a_request_sent_again_are_read_at_once(
     local_gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
+    monkeypatch.setattr(local_gateway.first_model.rereads, "most_bytes", 1)
     client: httpx.AsyncClient = asgi(local_gateway)
-    body = {"model": local_gateway.first.name, "input": "x"}
+    body = {"model": local_gateway.first_model.name, "input": "x"}
     with answering(scheduler, lambda _: [50, 51], STOP):
         made = (await client.post("/v1/responses", json=body)).json()
         further = body | {"previous_response_id": made["id"]}
@@ -263,7 +263,7 @@ async def test_request_sent_again_is_refused_while_too_many_bytes_are_on_their_w
     local_gateway: Gateway, scheduler: ScriptedScheduler
 ) -> None:
     client: httpx.AsyncClient = asgi(local_gateway)
-    body, headers = {"model": local_gateway.first.name, "prompt": "x"}, {"Idempotency-Key": "k"}
+    body, headers = {"model": local_gateway.first_model.name, "prompt": "x"}, {"Idempotency-Key": "k"}
     made = await answer(scheduler, client, "/v1/completions", body, headers=headers)
     async with slow_reader(local_gateway, f"/v1/requests/{made['id']}"):
         refused = await client.post("/v1/completions", json=body, headers=headers)
@@ -280,9 +280,9 @@ async def test_response_alone_is_read_from_store_and_record_at_once(
         """Leave the end of a response to its next reader."""
 
     monkeypatch.setattr(Responses, "store_end", leave)
-    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
+    monkeypatch.setattr(local_gateway.first_model.rereads, "most_bytes", 1)
     client: httpx.AsyncClient = asgi(local_gateway)
-    body = {"model": local_gateway.first.name, "input": "x", "background": True}
+    body = {"model": local_gateway.first_model.name, "input": "x", "background": True}
     with answering(scheduler, lambda _: [50, 51], STOP):
         made = (await client.post("/v1/responses", json=body)).json()
         async with asyncio.timeout(60):
@@ -298,8 +298,8 @@ async def test_stored_response_of_another_tenant_is_not_counted(
         raise ApiError(503, f"{size_bytes} bytes too many")
 
     client: httpx.AsyncClient = asgi(local_gateway)
-    made = await answer(scheduler, client, "/v1/responses", {"model": local_gateway.first.name, "input": "x"})
-    store = local_gateway.first.responses
+    made = await answer(scheduler, client, "/v1/responses", {"model": local_gateway.first_model.name, "input": "x"})
+    store = local_gateway.first_model.responses
     tenant = (await local_gateway.dispatcher.raw_record(made["id"]))[b"tenant"].decode()
     assert await store.find(made["id"], "another", refuse) == (None, False)
     with pytest.raises(ApiError, match="bytes too many"):

@@ -28,7 +28,7 @@ async def test_work_counts_for_the_tenant_of_its_key(
     settings = GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url, api_key_file=tmp_path / "keys")
     ScriptedScheduler(redis_server.client, settings.keys).lead()
     async with in_process(settings, generations.model()) as gateway:
-        threads, seen = gateway.first.text.threads, list[str]()
+        threads, seen = gateway.first_model.text.threads, list[str]()
         run = threads.run
 
         async def noted(function: Callable[..., Any], *args: Any) -> Any:
@@ -36,7 +36,7 @@ async def test_work_counts_for_the_tenant_of_its_key(
             return await run(function, *args)
 
         monkeypatch.setattr(threads, "run", noted)
-        body = {"model": gateway.first.name, "prompt": [[5] * 100_000, [0.5]]}
+        body = {"model": gateway.first_model.name, "prompt": [[5] * 100_000, [0.5]]}
         async with asgi(gateway) as client:
             for key in (KEY, OTHER):
                 headers = {"Authorization": f"Bearer {key}"}

@@ -61,7 +61,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_realtime_chat_is_encoded_before_a_crowd_of_low(
     local_gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, go = local_gateway.first.text, threading.Event()
+    model, go = local_gateway.first_model.text, threading.Event()
     encode, run = model.chat.encode, model.threads.run
     encoded: list[str] = []
     asked: list[str] = []
@@ -77,7 +77,7 @@ async def test_realtime_chat_is_encoded_before_a_crowd_of_low(
 
     monkeypatch.setattr(model.chat, "encode", blocked)
     monkeypatch.setattr(model.threads, "run", noted)
-    body = {"model": local_gateway.first.name, "max_tokens": 1, "background": True}
+    body = {"model": local_gateway.first_model.name, "max_tokens": 1, "background": True}
     low = {**body, "priority": "low", "messages": [{"role": "user", "content": "low     " + "x " * 20_000}]}
     urgent = {**body, "priority": "realtime", "messages": [{"role": "user", "content": "realtime"}]}
     tasks: list[asyncio.Task[httpx.Response]] = []
@@ -109,7 +109,7 @@ async def crowded_threads(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> 
 
     async def hold() -> None:
         request.ARRIVAL.set(Arrival(ANONYMOUS, False, "normal", 0, 0, 0.0))
-        await gateway.first.text.threads.run(work)
+        await gateway.first_model.text.threads.run(work)
 
     most = int(request.CLASS_SHARES["normal"] * request.TURN_REQUESTS)
     held = [asyncio.create_task(hold()) for _ in range(1 + most)]
@@ -134,7 +134,7 @@ async def test_chat_behind_a_crowd_of_chats_is_429(
     async with crowded_threads(local_gateway, monkeypatch), asgi(local_gateway) as client, asyncio.timeout(60):
         for words in ("x", "y", "z"):
             message = {"role": "user", "content": words}
-            body: dict[str, Any] = {"model": local_gateway.first.name, "messages": [message]}
+            body: dict[str, Any] = {"model": local_gateway.first_model.name, "messages": [message]}
             if path.startswith("/v1/responses"):
                 body["input"] = body.pop("messages")
             elif "token" not in path:
@@ -203,7 +203,7 @@ async def test_named_request_in_a_crowd_may_come_again_as_soon_as_there_is_room(
     ScriptedScheduler(redis_server.client, local_gateway.settings.keys).stats(prefill_tok_s=1, queued_tokens_normal=1)
     await wait_until(lambda: local_gateway.cluster.snapshot is not None and local_gateway.cluster.snapshot.drain_tok_s)
     monkeypatch.setattr(request, "TURN_REQUESTS", 8)
-    turns, found = Turns(0.5, 60.0), local_gateway.first.admission
+    turns, found = Turns(0.5, 60.0), local_gateway.first_model.admission
     filling = [asyncio.create_task(turns.wait(Arrival.of({}, b"%d" % at, Caller("t"), 0.0))) for at in range(TURNS + 6)]
     await asyncio.sleep(0)
     now = time.monotonic()

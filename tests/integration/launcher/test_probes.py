@@ -183,13 +183,13 @@ def test_gateway_of_several_models_is_ready_with_the_last_of_them_and_then_with_
         gateway.status, gateway.states = 200, {"one": "ready", "org/Two": "loading"}
         probe = GatewayProbe("127.0.0.1", gateway.server_port, key="key")
         probe.arm()
-        until("the probe has its answer", lambda: probe.ready() or probe.awaited)
-        assert not probe.ready() and probe.awaited == "org/Two (loading)"
+        until("the probe has its answer", lambda: probe.ready() or probe.wait_reason)
+        assert not probe.ready() and probe.wait_reason == "org/Two (loading)"
         without_key = GatewayProbe("127.0.0.1", gateway.server_port)
         until("no models are named", without_key.ready)
         gateway.states = {"one": "ready", "org/Two": "ready"}
         until("all are ready", probe.ready)
-        assert probe.awaited == ""
+        assert probe.wait_reason == ""
         gateway.states = {"one": "ready", "org/Two": "unavailable"}
         probe.arm()
         until("one is ready after a restart", probe.ready)

@@ -125,7 +125,7 @@ async def test_broken_connection_is_an_error_once(client: Redis) -> None:
 
 
 async def test_script_over_a_line_is_loaded_where_redis_forgot_it(client: Redis) -> None:
-    scripts = Scripts(client, publishing=Line(client))
+    scripts = Scripts(client, publish_line=Line(client))
     await client.script_flush()
     with pytest.raises(Exception, match="FENCED"):
         await scripts.publish(["lease", "queue"], [1, "p:"])

@@ -123,9 +123,9 @@ class World:
 
     async def say(self, process: Process, script: Any, keys: list[Any], args: list[Any]) -> Any:
         """Its answer may be lost: then it is said again, now and, by a process that was paused, at any time."""
-        answer = await process.lease.fenced(script, keys, args)
+        answer = await process.lease.run_fenced(script, keys, args)
         if self.chance.random() < 0.4:
-            await process.lease.fenced(script, keys, args)
+            await process.lease.run_fenced(script, keys, args)
         return answer
 
     async def hand_back(self, process: Process) -> None:

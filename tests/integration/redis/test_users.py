@@ -26,7 +26,7 @@ OF_SHARDS = {
     KEYS.shards, KEYS.alive("scheduler", "s"), KEYS.stats("s"), KEYS.stats_history("s"), KEYS.iterations("s"),
     KEYS.replicas("s"), KEYS.events,
 }  # fmt: skip
-OF_GATEWAYS = {KEYS.background, KEYS.background_of("g"), KEYS.adopting("x"), KEYS.alive("gateway", "g"), KEYS.keys_salt}
+OF_GATEWAYS = {KEYS.background, KEYS.background_of("g"), KEYS.adopter("x"), KEYS.alive("gateway", "g"), KEYS.keys_salt}
 OF_WORKERS = {KEYS.workers, KEYS.alive("worker", "w")}
 OF_OPERATORS = {KEYS.drain("gateway", "g"), KEYS.drain("worker", "w"), KEYS.api_keys, KEYS.keys_version}
 OF_PLACER = {

@@ -39,7 +39,7 @@ async def leased(scripts: Scripts, shard: str = SHARD) -> Lease:
 async def taken(scripts: Scripts, lease: Lease, shard: str = SHARD) -> int:
     """Take the worker for a shard; return the epoch of the Run."""
     names = [KEYS.worker("w"), KEYS.epoch, KEYS.worker("w")]
-    return int(await lease.fenced(scripts.take_worker, names, [lease.text, shard, KEYS.prefix, 0]))
+    return int(await lease.run_fenced(scripts.take_worker, names, [lease.text, shard, KEYS.prefix, 0]))
 
 
 def registered(server: RedisServer) -> Registration:

@@ -20,7 +20,7 @@ from shared.processes.supervisor import ServiceSpec
 class FileProbe:
     """Ready when the process has written its pid's file since the start."""
 
-    awaited = ""
+    wait_reason = ""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)

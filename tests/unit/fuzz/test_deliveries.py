@@ -67,12 +67,12 @@ async def streamed(request: GenerationSpec, text: ModelText, deliveries: list[li
     writer = EventWriter(running, "fp")
     told = writer.echo()
     for rows in deliveries:
-        if running.done:
+        if running.is_done:
             break
         for row, first in rows:
             stream.offer(row, first)
         told += writer.events(await running.next(0.0))  # at once: all of a delivery may have been there before
-    assert running.done
+    assert running.is_done
     return told + writer.end(running.usage)
 
 

@@ -173,11 +173,11 @@ def test_time_that_has_passed_counts_for_slo_and_deadline() -> None:
 
 def test_forecast_counts_what_statistics_do_not_show_yet() -> None:
     recent, now = Recent(), 100.0
-    seen = Snapshot(now, frozenset(), {}, {}, renewed={"a": now - 0.2})
-    recent.admitted(spec("normal"), now - 5)  # the statistics have it
-    recent.admitted(spec("normal", prompts=[[1] * 70] * 2), now - 0.1)
-    recent.admitted(spec("low"), now)
-    recent.admitted(spec("realtime"), now)
+    seen = Snapshot(now, frozenset(), {}, {}, renewal_times={"a": now - 0.2})
+    recent.add(spec("normal"), now - 5)  # the statistics have it
+    recent.add(spec("normal", prompts=[[1] * 70] * 2), now - 0.1)
+    recent.add(spec("low"), now)
+    recent.add(spec("realtime"), now)
     before = Forecast(500.0, 35, RATE)
     assert recent.added_to(before, "realtime", seen).ttft_ms == pytest.approx(500 + 1000 * 10 / RATE)
     after = recent.added_to(before, "normal", seen)
@@ -189,9 +189,9 @@ def test_forecast_counts_what_statistics_do_not_show_yet() -> None:
 
 def test_recent_admissions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "RECENT", 2)
-    recent, seen = Recent(), Snapshot(100.0, frozenset(), {}, {}, renewed={"a": 100.0})
+    recent, seen = Recent(), Snapshot(100.0, frozenset(), {}, {}, renewal_times={"a": 100.0})
     for tokens in (1000, 20, 10):
-        recent.admitted(spec("normal", prompts=[[1] * tokens]), 100.0)
+        recent.add(spec("normal", prompts=[[1] * tokens]), 100.0)
     assert recent.added_to(Forecast(0.0, 5, RATE), "normal", seen).queued_tokens == 35
 
 
@@ -265,12 +265,12 @@ def test_refused_requests_come_one_behind_the_other() -> None:
 def test_time_is_that_at_the_rate_which_admitted_requests_leave() -> None:
     found = Places()
     for _ in range(10):
-        found.admitted("high", 0.5, 100.0)
+        found.count_admitted("high", 0.5, 100.0)
     assert found.spare("normal", 100.0) == pytest.approx(0.5)
     assert found.promise(1, "normal", 3.0, 0.0, 100.0) == 6
     assert found.promise(2, "realtime", 3.0, 0.0, 100.0) == 3, "the others are behind it"
     assert found.promise(3, "normal", 3.0, 0.0, 200.0) == 3, "nothing came for long"
-    found.admitted("low", 10.0, 200.0)
+    found.count_admitted("low", 10.0, 200.0)
     assert found.promise(4, "low", 3.1, 0.0, 200.0) >= HORIZON_S, "a lasting overload"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.admission import overloaded, refuse_late
+from services.gateway.admission import overload_error, refuse_late
 from services.gateway.cluster import (
     FIRST_LOAD_S,
     PLACER_S,
@@ -33,7 +33,7 @@ BUSY = {"queued_tokens_normal": "800", "predicted_ttft_ms_normal": "4000.5", "pr
 def snapshot(stats: dict[str, dict[str, str]], leases: Any = ("a", "b"), silent_s: float = 0.0) -> Snapshot:
     """Return a look at Redis at which each shard's statistics were last seen to change `silent_s` before."""
     now = time.monotonic()
-    return Snapshot(now, frozenset(leases), {}, stats, renewed={shard: now - silent_s for shard in stats})
+    return Snapshot(now, frozenset(leases), {}, stats, renewal_times={shard: now - silent_s for shard in stats})
 
 
 def forecast(stats: dict[str, dict[str, str]], priority: str = "normal", **more: Any) -> Forecast | None:
@@ -86,7 +86,7 @@ def test_forecast_ignores_a_shard_with_stale_stats() -> None:
 
 
 def test_stats_are_renewed_when_their_time_changes() -> None:
-    before = Snapshot(10.0, frozenset(), {}, {"a": BUSY, "b": BUSY}, renewed={"a": 3.0, "b": 4.0})
+    before = Snapshot(10.0, frozenset(), {}, {"a": BUSY, "b": BUSY}, renewal_times={"a": 3.0, "b": 4.0})
     now = {"a": BUSY, "b": BUSY | {"time_ms": "8"}, "c": BUSY}
     assert renewed_at(now, before, 11.0) == {"a": 3.0, "b": 11.0, "c": 11.0}
     assert renewed_at({"a": BUSY}, None, 11.0) == {"a": 11.0}
@@ -97,9 +97,9 @@ def test_stats_are_renewed_when_their_time_changes() -> None:
 def test_lease_serves_nothing_without_a_scheduler_that_writes_statistics() -> None:
     """A foreign value may stand in the place of a lease."""
     stats = {"a": BUSY | {"workers": "1"}}
-    look = Snapshot(100.0, frozenset("a"), {"w": {}}, stats, renewed={"a": 100.1 - STALE_S})
+    look = Snapshot(100.0, frozenset("a"), {"w": {}}, stats, renewal_times={"a": 100.1 - STALE_S})
     assert look.is_served
-    assert not replace(look, renewed={"a": 99.9 - STALE_S}).is_served
+    assert not replace(look, renewal_times={"a": 99.9 - STALE_S}).is_served
 
 
 ASLEEP = Placement(False, load_ms=5000, wake_ms=(6000, 7000, 8000, 9000))
@@ -117,7 +117,7 @@ def test_forecast_of_a_model_that_sleeps_has_the_time_until_it_wakes() -> None:
     assert replace(asleep, placement=replace(ASLEEP, awake=True)).forecasts["low"] == called, "it loads"
     assert asleep.forecasts["low"].behind_more(500, 3).ttft_ms == 0
     served = {"a": BUSY | {"workers": "1"}}
-    awake = Snapshot(look.at, look.leases, {"w": {}}, served, renewed=look.renewed, placement=ASLEEP)
+    awake = Snapshot(look.at, look.leases, {"w": {}}, served, renewal_times=look.renewal_times, placement=ASLEEP)
     assert awake.forecasts == look.forecasts, "its worker has not gone yet"
 
 
@@ -133,7 +133,7 @@ def test_only_the_limits_of_a_request_count_the_time_until_the_model_wakes() -> 
         refuse_late(replace(forecast, stays_asleep=True), "ttft_slo_ms", 6500, "slo_unreachable")
     assert (late.value.status, late.value.headers) == (429, {}), "a later request would find it asleep as well"
     spec = generations.spec(prompts=[[1]], max_tokens=1)
-    assert overloaded(forecast, spec, max_wait_s=2.0) is None, "it wakes for what waits"
+    assert overload_error(forecast, spec, max_wait_s=2.0) is None, "it wakes for what waits"
 
 
 async def test_model_that_sleeps_is_ready_and_its_queue_is_no_alarm() -> None:

@@ -168,7 +168,7 @@ def request(**changes: Any) -> GenerationSpec:
 def told(made: GenerationSpec, pieces: list[list[int]], had: str = "", finish: int = Finish.STOP) -> list[sse.Event]:
     """Return the events of a stream whose rows came in these pieces, behind the event `had`."""
     sent = in_rows(pieces, finish)
-    sent[0][0].cached = 4
+    sent[0][0].cached_tokens = 4
     return streamed(made, sent, had=had, writer_of=MessageEvents)
 
 

@@ -70,7 +70,7 @@ def test_stack_metrics_sum_all_shards_of_the_last_snapshot(metrics: Metrics) -> 
 
 
 def test_aliases_have_vllms_names(metrics: Metrics) -> None:
-    metrics.finished(spec(n=2, max_tokens=40), ["stop", "length"], 30, 2.0)
+    metrics.count_finished(spec(n=2, max_tokens=40), ["stop", "length"], 30, 2.0)
     found = exposed(metrics)
     of_model = "{engine=0,model_name=demo}"
     assert found["vllm:num_requests_running" + of_model] == 7
@@ -106,10 +106,10 @@ def test_delivered_tokens_are_counted_once_over_several_scrapes() -> None:
     metrics = Metrics()
     name = "orcinus_gateway_inter_token_seconds"
     assert exposed(metrics)["orcinus_gateway_output_tokens_total"] == 0
-    metrics.delivered(3, None)
+    metrics.on_delivery(3, None)
     for _ in range(GAPS_KEPT + 1):
-        metrics.delivered(2, 0.002)
-    metrics.delivered(1, 0.02)
+        metrics.on_delivery(2, 0.002)
+    metrics.on_delivery(1, 0.02)
     for _ in range(2):
         found = exposed(metrics)
         assert found["orcinus_gateway_output_tokens_total"] == 2 * GAPS_KEPT + 6

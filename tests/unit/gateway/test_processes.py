@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway import published
 from services.gateway.metrics import Metrics
-from services.gateway.processes import LENGTH_BYTES, Place, Siblings, labelled, merged
+from services.gateway.processes import LENGTH_BYTES, Place, Siblings, label, merge
 from services.gateway.progress import Observation, Progress
 from services.gateway.published import Published
 from shared.dead_letters import text
@@ -29,8 +29,8 @@ def texts(*counts: int) -> list[bytes]:
         metrics = Metrics("m", aliases=True)
         for _ in range(count):
             metrics.answers.labels('/a "quoted" \n# HELP x y', "200").inc()
-        metrics.delivered(10 * count, None)
-        found.append(labelled(metrics.registry, str(number)))
+        metrics.on_delivery(10 * count, None)
+        found.append(label(metrics.registry, str(number)))
     return found
 
 
@@ -41,9 +41,9 @@ def samples_of(text: bytes) -> list[Sample]:
 @pytest.mark.parametrize("counts", [(3,), (3, 4), (3, 0, 5)])
 def test_merged_metrics_hold_each_sample_once_with_its_process(counts: tuple[int, ...]) -> None:
     parts = texts(*counts)
-    names = [family.name for family in text_string_to_metric_families(merged(parts).decode())]
+    names = [family.name for family in text_string_to_metric_families(merge(parts).decode())]
     assert len(set(names)) == len(names)
-    samples = samples_of(merged(parts))
+    samples = samples_of(merge(parts))
     assert {sample.labels["process"] for sample in samples} == {str(number) for number in range(len(counts))}
     single = [sample for part in parts for sample in samples_of(part)]
     key = lambda each: (each.name, sorted(each.labels.items()), each.value)  # noqa: E731
@@ -56,7 +56,7 @@ def test_merged_metrics_hold_each_sample_once_with_its_process(counts: tuple[int
 
 def test_process_without_an_answer_is_left_out() -> None:
     first, _ = texts(1, 2)
-    assert merged([first]) == merged([first, b""])
+    assert merge([first]) == merge([first, b""])
 
 
 def test_answer_cut_by_a_kill_is_left_out() -> None:
@@ -68,7 +68,7 @@ async def asked_while_one_is_killed() -> None:
     group = secrets.token_hex(8)
     places = [Place(number, 3, group) for number in range(3)]
     first, second = (Siblings(places[number], registries[number], dict) for number in range(2))
-    text = labelled(registries[2], "2")
+    text = label(registries[2], "2")
 
     async def killed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
@@ -120,7 +120,7 @@ def stalled(looks: list[tuple[Observation | None, int]]) -> float:
     progress = Progress(0.0)
     for second, (seen, unfinished) in enumerate(looks):
         progress.look(seen, unfinished, float(second))
-    return progress.stalled(len(looks) - 1.0)[0]
+    return progress.find_stall(len(looks) - 1.0)[0]
 
 
 def shown(stats: dict[str, float] | None = None, leases: frozenset[str] = LED, **more: Any) -> Observation:
@@ -133,7 +133,7 @@ STALLED: dict[str, tuple[Observation | None, int]] = {
     "a step is not answered": (shown({**IDLE, "in_flight": 1.0}), 0),
     "a scheduler hangs": (shown(BUSY, leases=frozenset()), 0),
     "a scheduler hangs and its statistic says idle": (shown(IDLE, leases=frozenset()), 3),
-    "the same, for another gateway's request": (shown(IDLE, leases=frozenset(), queued=1.0), 0),
+    "the same, for another gateway's request": (shown(IDLE, leases=frozenset(), queued_requests=1.0), 0),
     "another request waits beside stranded ones": (shown({**IDLE, "waiting": 1.0, "stranded": 2.0}), 2),
     "no scheduler ever led": (shown(None), 1),
     "Redis is away": (None, 1),
@@ -142,7 +142,7 @@ WITHOUT_WORK: dict[str, tuple[Observation | None, int]] = {
     "idle": (shown(IDLE), 0),
     "nothing known": (shown(None), 0),
     "Redis is away": (None, 0),
-    "parked until a client continues it": (shown({**IDLE, "parked": 2.0}, queued=2.0), 0),
+    "parked until a client continues it": (shown({**IDLE, "parked": 2.0}, queued_requests=2.0), 0),
     "stranded until a worker of its numerics comes": (shown({**IDLE, "stranded": 2.0}), 2),
     "a shard that lost its work to others": (
         Observation(frozenset({"shard-1"}), {"shard-0": BUSY, "shard-1": IDLE}),
@@ -180,7 +180,7 @@ def test_stalled_shard_is_named_beside_a_working_one() -> None:
     for second in range(41):
         stats = {"shard-0": BUSY, "shard-1": {**BUSY, "last_step": float(second)}}
         progress.look(Observation(leases, stats), 1, float(second))
-    assert progress.stalled(40.0) == (40.0, "shard shard-0")
+    assert progress.find_stall(40.0) == (40.0, "shard shard-0")
 
 
 def test_alarm_waits_when_work_comes_after_idle() -> None:

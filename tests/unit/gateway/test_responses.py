@@ -23,7 +23,7 @@ from services.gateway.openai.responses import (
     messages,
     of_chat,
     shell,
-    truncated,
+    truncate,
 )
 from services.gateway.text.tools.reader import CallPiece
 from tests.support import sse
@@ -155,7 +155,7 @@ SAID: dict[str, tuple[list[Delta], dict[str, Any]]] = {
 def test_response_events_add_up_to_the_response(deltas: list[Delta], message: dict[str, Any]) -> None:
     reason = deltas[-1].finish_reason
     begun = shell(body(), "resp_1", 5)
-    usage = Usage(3, 4, reasoning=2)
+    usage = Usage(3, 4, reasoning_tokens=2)
     generation: Any = SimpleNamespace(choices=[SimpleNamespace(finish_reason=reason)])
     writer = ResponseEvents(generation, begun)
     told = writer.echo() + b"".join(writer.events([delta]) for delta in deltas) + writer.end(usage)
@@ -204,9 +204,9 @@ def test_truncation_leaves_out_as_few_first_turns_as_it_can(turns: list[int], ro
     fitting = [dropped for dropped, size in enumerate(sizes) if size <= room]
     if not fitting:
         with pytest.raises(ApiError, match="too long"):
-            asyncio.run(truncated(asked, make))
+            asyncio.run(truncate(asked, make))
         return
-    kept = asyncio.run(truncated(asked, make)).messages
+    kept = asyncio.run(truncate(asked, make)).messages
     assert [message.role for message in kept[:3]] == ["system", "developer", "user"]
     assert [message.content for message in kept[2:]] == [
         f"{number}.{at}" for number, size in enumerate(turns) for at in range(size) if number >= fitting[0]
@@ -232,7 +232,7 @@ def test_truncation_guesses_by_the_tokens_of_what_does_not_fit(sizes: list[int],
 
     chat = chat_body(body(input=[{"role": "user", "content": "x" * size} for size in sizes], truncation="auto"))
     try:
-        kept = asyncio.run(truncated(chat, make)).messages
+        kept = asyncio.run(truncate(chat, make)).messages
     except ApiError:
         assert sizes[-1] > most
     else:
@@ -254,7 +254,7 @@ def test_truncation_tries_a_conversation_of_equal_turns_four_times(turns: int) -
         return chat
 
     chat = chat_body(body(input=[{"role": "user", "content": "x" * 20}] * turns, truncation="auto"))
-    assert len(asyncio.run(truncated(chat, make)).messages) == max(1, (3 * turns + 5) // 7)
+    assert len(asyncio.run(truncate(chat, make)).messages) == max(1, (3 * turns + 5) // 7)
     assert len(tried) <= 4
 
 
@@ -265,7 +265,7 @@ def test_truncation_passes_other_faults_on() -> None:
         raise ApiError(404, "no such model")
 
     with pytest.raises(ApiError, match="no such model"):
-        asyncio.run(truncated(chat_body(body(input=conversation(2, 2, 2))), make))
+        asyncio.run(truncate(chat_body(body(input=conversation(2, 2, 2))), make))
 
 
 def test_many_reasoning_items_merge_in_linear_work() -> None:

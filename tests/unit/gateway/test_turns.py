@@ -193,7 +193,7 @@ def test_refusal_for_bytes_or_for_the_request_itself_holds_for_no_other(answer: 
     found = Refusals()
     error = ApiError(429, "no", code="queue_full", retry_after_s=9)
     found.note(generations.spec(prompts=[[1]], priority="normal"), "t", answer, error, 100.0)
-    assert (found.again(arrival(), 100.1) is not None) is is_kept
+    assert (found.find_repeat(arrival(), 100.1) is not None) is is_kept
 
 
 def test_refusals_keep_neither_the_request_nor_what_has_expired() -> None:
@@ -236,7 +236,7 @@ def test_refusal_holds_for_more_of_its_tenant_and_class(
     found = Refusals()
     spec = generations.spec(prompts=[[1]], priority="low")
     found.note(spec, "t", FULL, ApiError(429, "no", code=code, retry_after_s=7.5), 100.0)
-    again = found.again(one, 100.0 + after_s)
+    again = found.find_repeat(one, 100.0 + after_s)
     assert (again and (again.code, again.headers["Retry-After"])) == ((code, "8") if is_refused else None)
 
 
@@ -244,10 +244,10 @@ def test_refusal_does_not_hold_for_smaller_requests_or_beyond_its_time() -> None
     found = Refusals()
     error = ApiError(429, "no", code="queue_full", retry_after_s=0.4)
     found.note(generations.spec(prompts=[[1] * 10], priority="normal"), "t", FULL, error, 100.0)
-    assert found.again(arrival(), 100.1) is None, "of four bytes"
+    assert found.find_repeat(arrival(), 100.1) is None, "of four bytes"
     found.note(generations.spec(prompts=[[1]], priority="normal"), "t", FULL, error, 100.0)
-    assert found.again(arrival(), 100.3)
-    assert found.again(arrival(), 100.4) is None
+    assert found.find_repeat(arrival(), 100.3)
+    assert found.find_repeat(arrival(), 100.4) is None
 
 
 def test_refusals_are_bounded() -> None:
@@ -255,5 +255,5 @@ def test_refusals_are_bounded() -> None:
     error = ApiError(429, "no", code="queue_full", retry_after_s=9)
     for number in range(MOST_AGAIN + 1):
         found.note(generations.spec(prompts=[[1]], priority="normal"), str(number), FULL, error, 100.0)
-    assert found.again(arrival(tenant="0"), 100.1) is None
-    assert found.again(arrival(tenant=str(MOST_AGAIN)), 100.1)
+    assert found.find_repeat(arrival(tenant="0"), 100.1) is None
+    assert found.find_repeat(arrival(tenant=str(MOST_AGAIN)), 100.1)

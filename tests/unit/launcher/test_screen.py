@@ -53,7 +53,7 @@ def test_processes_of_several_models_have_the_model_and_what_is_awaited(
 ) -> None:
     log = tmp_path / "gateway.log"
     log.write_text("listening\n")
-    probe = SimpleNamespace(awaited="org/Two (loading)", arm=lambda: None, ready=lambda: False)
+    probe = SimpleNamespace(wait_reason="org/Two (loading)", arm=lambda: None, ready=lambda: False)
     gateway = Service(ServiceSpec("gateway-0", ["true"], probe=probe), log)
     worker = Service(ServiceSpec("worker-1", ["true"], model="org/Two"), log)
     gateway.state = worker.state = "starting"

@@ -181,7 +181,7 @@ class Lease:
     def __init__(self) -> None:
         self.given: list[list[Any]] = []
 
-    async def fenced(self, script: str, keys: list[str], args: list[Any]) -> int:
+    async def run_fenced(self, script: str, keys: list[str], args: list[Any]) -> int:
         if script == SCRIPTS.give_worker:
             self.given.append([*keys, *args])
         return 7
@@ -240,7 +240,7 @@ class OneRecord(Lease):
         super().__init__()
         self.records, self.shard = redis.records, shard
 
-    async def fenced(self, script: str, keys: list[str], args: list[Any]) -> int:
+    async def run_fenced(self, script: str, keys: list[str], args: list[Any]) -> int:
         owner, _, slots = self.records[keys[0]].partition("/")
         if owner not in ("", self.shard):
             return 0

@@ -234,7 +234,7 @@ async def test_drain_hands_back_waiting_requests_and_keeps_started_ones(
         handed.extend(args)
         return 1
 
-    monkeypatch.setattr(worker.service.lease, "fenced", fenced)
+    monkeypatch.setattr(worker.service.lease, "run_fenced", fenced)
     worker.service.take_all([claimed(name) for name in "ab"])
     worker.send()
     worker.dies()

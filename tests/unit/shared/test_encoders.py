@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from shared.text import tokenizer as module
-from shared.text.tokenizer import BoundedTokenizer, EncodersError, TokenizerError, encoded, load_tokenizer
+from shared.text.tokenizer import BoundedTokenizer, EncodersError, TokenizerError, encode, load_tokenizer
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.waiting import until
 
@@ -65,7 +65,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def ids(tokenizer: BoundedTokenizer, text: str) -> list[int]:
-    return encoded(tokenizer.library, text, None, True)[0]
+    return encode(tokenizer.library, text, None, True)[0]
 
 
 def begun(tokenizer: BoundedTokenizer) -> int:
@@ -76,7 +76,7 @@ def begun(tokenizer: BoundedTokenizer) -> int:
 
 def test_long_texts_leave_a_process_to_short_ones(load: Load, threads: ThreadPoolExecutor) -> None:
     loaded = load(True)
-    twin = loaded.changed(lambda source: source.update(post_processor=None))
+    twin = loaded.change(lambda source: source.update(post_processor=None))
     with contextlib.closing(twin.encoders):
         with stopped(begun(loaded)):
             long = [threads.submit(one.encode, LONG) for one in (loaded, loaded, loaded, twin)]

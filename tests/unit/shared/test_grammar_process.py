@@ -131,7 +131,7 @@ def test_forced_tokens_are_of_the_one_text_that_is_left(model: Path, process: Gr
         while len(tokenizer.decode(outputs)) < len(FIXED):
             guesses = draw.choice([[], last[: draw.randrange(9)], [draw.randrange(VOCAB)]])
             masks = process.masks(key, grammar, tokens(*outputs), tokens(*guesses))
-            forced = process.forced
+            forced = process.forced_tokens
             last = forced[0]
             assert len(forced) == len(masks)
             for at, some in enumerate(forced):
@@ -181,7 +181,7 @@ def test_nothing_is_forced_where_values_begin_or_time_is_up(
 ) -> None:
     grammar = LLMatcher.grammar_from_lark(WAYS % FIXED)
     process.masks(1, grammar, tokens(*token_ids(FIXED)))
-    assert process.forced == [[]]
+    assert process.forced_tokens == [[]]
     monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", 60.0)
     _, forced = read_masks(reply_to(followed, question(BEGIN, 1, [], (), grammar))[1:])
     assert len(forced[0]) > 1
@@ -217,7 +217,7 @@ def test_grammar_beyond_its_processor_time_ends_one_sequence(model: Path, monkey
     walk(process, 1, outputs, 2)
     with pytest.raises(GrammarEndedError, match="processor time"):
         process.masks(2, SLOW, tokens())
-    assert process.ended == 1
+    assert process.end_count == 1
     assert len(walk(process, 1, outputs, 2)) == 2
     process.close()
 
@@ -329,7 +329,7 @@ def test_grammar_that_ended_for_its_memory_is_counted(process: GrammarProcess, m
     monkeypatch.setattr(process.jail, "ask", lambda question: SPENT.pack(0.0) + ENDED + b"it takes 2 MiB")
     with pytest.raises(GrammarEndedError, match="it takes 2 MiB"):
         process.masks(1, PATTERN, tokens())
-    assert process.ended == 1
+    assert process.end_count == 1
 
 
 @pytest.mark.parametrize("to_all", [True, False])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from shared.errors import ConfigurationError
-from shared.processes.heap import importing, settle
+from shared.processes.heap import freeze_imports, settle
 from shared.processes.listeners import handed_on, listen, reserve
 from shared.processes.restarts import Backoff
 from shared.telemetry import logs
@@ -113,7 +113,7 @@ def test_what_lives_at_start_is_never_walked_again_and_full_collections_are_rare
 
 @pytest.mark.usefixtures("thresholds")
 def test_an_import_has_no_collections_also_one_that_fails() -> None:
-    with pytest.raises(ModuleNotFoundError), importing():
+    with pytest.raises(ModuleNotFoundError), freeze_imports():
         assert not gc.isenabled()
         raise ModuleNotFoundError
     assert gc.isenabled() and gc.get_freeze_count() > 0

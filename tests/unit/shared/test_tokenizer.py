@@ -17,7 +17,7 @@ import pytest
 from shared.errors import ModelError
 from shared.text import tokenizer as bounds
 from shared.text.regex_bounds import regex_problem
-from shared.text.tokenizer import TokenizerError, encoded, load_tokenizer, tokenizer_json
+from shared.text.tokenizer import TokenizerError, encode, load_tokenizer, tokenizer_json
 
 GPT4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -310,10 +310,10 @@ def test_text_that_may_grow_beyond_the_bound_is_refused(tmp_path: Path) -> None:
 def test_long_texts_have_the_same_ids_in_a_process_apart(tmp_path: Path) -> None:
     loaded = load_tokenizer(write(tmp_path, **REAL["bert"]))
     short, long = "abc ab ", "abc ab " * 20_000
-    assert loaded.encode(short) == encoded(loaded.library, short, None, True)[0]
+    assert loaded.encode(short) == encode(loaded.library, short, None, True)[0]
     assert loaded.encoders.pids() == []
-    assert loaded.encode(long, False) == encoded(loaded.library, long, None, False)[0]
-    assert loaded.encode_pair(short, long) == encoded(loaded.library, short, long, True)
+    assert loaded.encode(long, False) == encode(loaded.library, long, None, False)[0]
+    assert loaded.encode_pair(short, long) == encode(loaded.library, short, long, True)
     (pid,) = loaded.encoders.pids()
     loaded.encoders.close()
     assert loaded.encoders.pids() == [] and loaded.encode("abc") and not psutil.pid_exists(pid)
@@ -334,7 +334,7 @@ def test_text_that_takes_too_much_ends_alone(
         with pytest.raises(TokenizerError, match=r"bytes take more than .*; send a shorter text"):
             loaded.encode(text)
     after = "b" * 70_000 if limits else "b"
-    assert loaded.encode(after) == encoded(loaded.library, after, None, True)[0]
+    assert loaded.encode(after) == encode(loaded.library, after, None, True)[0]
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:

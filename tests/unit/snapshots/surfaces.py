@@ -94,7 +94,7 @@ def metrics() -> str:
     gateway.refused_grammars.labels("invalid")
     gateway.batch_lines.labels("answered")
     spec: Any = SimpleNamespace(endpoint="endpoint", prompt_tokens=1, choices=1, max_tokens=1)
-    gateway.finished(spec, ["stop"], 1, 0.0)
+    gateway.count_finished(spec, ["stop"], 1, 0.0)
     scheduler = scheduler_metrics.Metrics()
     scheduler.report({})
     scheduler.unreadable.labels("tokens")

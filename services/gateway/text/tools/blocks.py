@@ -62,7 +62,7 @@ class BlockReader(Reader):
         super().__init__(use, request_id, choice)
         self._marks = BLOCKS[use.format]
         self._at = _At.TEXT
-        self._looked = 0  # so much of a block was looked through for its end
+        self._search_start = 0  # so much of a block was looked through for its end
         self._tail = ""  # of the text that came, as much as may begin the closing mark
         self._begins = False  # the block begins as a call does
         self._ids: set[str] = set()  # that the model wrote
@@ -90,47 +90,47 @@ class BlockReader(Reader):
             case _At.BEHIND:
                 return self._go_behind()
             case _At.OVER:
-                self._pending = ""
+                self._buffer = ""
                 return False
 
     def _finish(self) -> None:
         match self._at:
             case _At.OBJECT:
-                self._argue_object(len(self._pending))
+                self._argue_object(len(self._buffer))
                 self._argue(self._object.flush())
-                self.cut = not self._object.ended
+                self.is_cut = not self._object.has_ended
             case _At.VALUE:
                 self._cut_value()
             case _At.PAIR:
-                self.cut = True
+                self.is_cut = True
             case _At.OVER | _At.REST:
                 pass
             case _ if self._use.forced:
                 self._cut_call()
             case _:
-                self._say("".join(self._raw) + self._pending)
+                self._say("".join(self._raw) + self._buffer)
 
     def _cut_call(self) -> None:
         """Tell a call that has to come and was cut: its name, if that was written whole."""
-        named = NAMED[self._use.format].match(self._pending) if self._at is _At.BLOCK else None
+        named = NAMED[self._use.format].match(self._buffer) if self._at is _At.BLOCK else None
         name = named[1] if named is not None and named[1] in self._use.names else ""
         if not name and not self.calls and len(self._use.names) == 1:
             name = self._use.names[0]
         if name:
             self._begin_call(name)
-            self.cut = True
+            self.is_cut = True
 
     def _find_mark(self) -> bool:
         marks = [mark for mark in (self._marks.section, self._marks.opening) if mark]
-        matches = [(at, mark) for mark in marks if (at := self._pending.find(mark)) >= 0]
+        matches = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
         if not matches:
-            keep = max(overlap(self._pending, mark) for mark in marks)
-            self._say(self._pending[: len(self._pending) - keep])
-            self._pending = self._pending[len(self._pending) - keep :]
+            keep = max(overlap(self._buffer, mark) for mark in marks)
+            self._say(self._buffer[: len(self._buffer) - keep])
+            self._buffer = self._buffer[len(self._buffer) - keep :]
             return False
         at, mark = min(matches)
-        self._say(self._pending[:at])
-        self._raw, self._pending, self._looked = [mark], self._pending[at + len(mark) :], 0
+        self._say(self._buffer[:at])
+        self._raw, self._buffer, self._search_start = [mark], self._buffer[at + len(mark) :], 0
         self._begins = False
         self._at = _At.BLOCK if mark == self._marks.opening else _At.SECTION
         return True
@@ -142,31 +142,31 @@ class BlockReader(Reader):
         if not rest.startswith(opening):
             return self._is_text()
         self._raw.append(opening)
-        self._pending, self._looked = rest[len(opening) :], 0
+        self._buffer, self._search_start = rest[len(opening) :], 0
         self._begins = False
         self._at = _At.BLOCK
         return True
 
     def _read_block(self) -> bool:
         if not self._begins:
-            begin = BEGINS[self._use.format].match(self._pending)
+            begin = BEGINS[self._use.format].match(self._buffer)
             if begin is None:
                 return self._is_text()
-            self._begins = begin.end() < len(self._pending)
+            self._begins = begin.end() < len(self._buffer)
         if self._begin_arguments():
             return True
         closing = self._marks.closing
-        end = self._pending.find(closing, max(0, self._looked - len(closing)))
+        end = self._buffer.find(closing, max(0, self._search_start - len(closing)))
         if end < 0:
-            self._looked = len(self._pending)
-            if self._begins and self._looked >= MOST_HEAD:
-                self._tail = self._pending[1 - len(closing) :]
+            self._search_start = len(self._buffer)
+            if self._begins and self._search_start >= MOST_HEAD:
+                self._tail = self._buffer[1 - len(closing) :]
                 return self._wait(self._lacks_closing)
             return self._wait(_UNDECIDED.fullmatch if self._begins else BLANK.fullmatch)
-        bare = BARE[self._use.format].fullmatch(self._pending, 0, end) if self._use.format in BARE else None
+        bare = BARE[self._use.format].fullmatch(self._buffer, 0, end) if self._use.format in BARE else None
         if bare is None:
-            self._raw.append(self._pending[: end + len(closing)])
-            self._pending = self._pending[end + len(closing) :]
+            self._raw.append(self._buffer[: end + len(closing)])
+            self._buffer = self._buffer[end + len(closing) :]
             return self._is_text()
         self._begin_call(bare[1])
         self._argue("{}")
@@ -181,9 +181,9 @@ class BlockReader(Reader):
     def _begin_arguments(self) -> bool:
         """Begin a call of which the head has come, with the beginning of its arguments."""
         pair = PAIRS.get(self._use.format)
-        if self._pending.find("{" if pair is None else ">", self._looked) < 0:
+        if self._buffer.find("{" if pair is None else ">", self._search_start) < 0:
             return False
-        head = HEADS[self._use.format].match(self._pending)
+        head = HEADS[self._use.format].match(self._buffer)
         if head is None:
             return False
         is_kimi = self._use.format == "kimi-k2"
@@ -191,83 +191,83 @@ class BlockReader(Reader):
         written_id = head["id"] if is_kimi else ""
         self._begin_call(name, "" if written_id in self._ids or ":" not in written_id else written_id)
         self._ids.add(written_id)
-        self._pending = self._pending[head.end() :]
+        self._buffer = self._buffer[head.end() :]
         self._object, self._has_pairs = CallObject(name), False
         self._at = _At.OBJECT if pair is None else _At.PAIR
         return True
 
     def _end_call(self, end: int) -> bool:
         """Go on behind a call that ends there."""
-        self._pending = self._pending[end:]
+        self._buffer = self._buffer[end:]
         self._at = _At.BEHIND if self._use.parallel else _At.OVER
         return True
 
     def _argue_object(self, size: int) -> int:
         """Take so many characters for the object; return how many belong to it."""
-        used, arguments = self._object.feed(self._pending[:size])
+        used, arguments = self._object.feed(self._buffer[:size])
         self._argue(arguments)
         return used
 
     def _read_object(self) -> bool:
         closing = self._marks.closing
-        end = self._pending.find(closing)
-        size = end if end >= 0 else len(self._pending) - overlap(self._pending, closing)
+        end = self._buffer.find(closing)
+        size = end if end >= 0 else len(self._buffer) - overlap(self._buffer, closing)
         used = self._argue_object(size)
-        if not self._object.ended and end >= 0:  # no JSON, which is for the client to see
+        if not self._object.has_ended and end >= 0:  # no JSON, which is for the client to see
             self._argue(self._object.flush())
             return self._end_call(end + len(closing))
-        self._pending = self._pending[used:]
-        self._at = _At.REST if self._object.ended else _At.OBJECT
-        return self._object.ended
+        self._buffer = self._buffer[used:]
+        self._at = _At.REST if self._object.has_ended else _At.OBJECT
+        return self._object.has_ended
 
     def _skip_rest(self) -> bool:
         closing = self._marks.closing
-        end = self._pending.find(closing)
+        end = self._buffer.find(closing)
         if end < 0:
-            self._pending = self._pending[len(self._pending) - overlap(self._pending, closing) :]
+            self._buffer = self._buffer[len(self._buffer) - overlap(self._buffer, closing) :]
             return False
         return self._end_call(end + len(closing))
 
     def _begin_pair(self) -> bool:
         pair = PAIRS[self._use.format]
-        begin = pair.begin.match(self._pending)
+        begin = pair.begin.match(self._buffer)
         if begin is None:
             return False
-        if pair.eats_line_break and begin.end() == len(self._pending) and not begin[0].endswith("\n"):
+        if pair.eats_line_break and begin.end() == len(self._buffer) and not begin[0].endswith("\n"):
             return False  # a line break may come, which is none of the value's
         self._is_text_value = f"{self._object.name}.{begin[1]}" in self._use.texts
         self._argue(("," if self._has_pairs else "{") + f"{' ' * self._has_pairs}{to_json(begin[1])}: ")
         if self._is_text_value:
             self._argue('"')
         self._has_pairs, self._value = True, []
-        self._pending = self._pending[begin.end() :]
+        self._buffer = self._buffer[begin.end() :]
         self._at = _At.VALUE
         return True
 
     def _read_value(self) -> bool:
         pair, at = PAIRS[self._use.format], 0
-        while (mark_at := self._pending.find(pair.mark, at)) >= 0:
-            end = pair.end.match(self._pending, mark_at)
-            start = mark_at - (pair.eats_line_break and self._pending.endswith("\n", 0, mark_at))
+        while (mark_at := self._buffer.find(pair.mark, at)) >= 0:
+            end = pair.end.match(self._buffer, mark_at)
+            start = mark_at - (pair.eats_line_break and self._buffer.endswith("\n", 0, mark_at))
             if end is not None:
                 self._take_value(start)
                 self._end_value()
                 if end["more"] is None:
                     self._argue("}")
                     return self._end_call(end.end() - start)
-                self._pending = self._pending[end.end() - start :]
+                self._buffer = self._buffer[end.end() - start :]
                 self._at = _At.PAIR
                 return True
             at = mark_at + len(pair.mark)
-            if len(self._pending) - mark_at < MOST_END and self._pending.find(pair.mark, at) < 0:
+            if len(self._buffer) - mark_at < MOST_END and self._buffer.find(pair.mark, at) < 0:
                 self._take_value(start)  # its end may come; behind another mark it cannot
                 return False
-        self._take_value(max(0, len(self._pending) - len(pair.mark)))
+        self._take_value(max(0, len(self._buffer) - len(pair.mark)))
         return False
 
     def _take_value(self, size: int) -> None:
         """Take so many characters as a part of the value."""
-        part, self._pending = self._pending[:size], self._pending[size:]
+        part, self._buffer = self._buffer[:size], self._buffer[size:]
         if not self._is_text_value:
             self._value.append(part)
         else:
@@ -279,24 +279,24 @@ class BlockReader(Reader):
     def _cut_value(self) -> None:
         """End a value behind which nothing comes any more. It is whole where only the marks behind it are missing."""
         pair = PAIRS[self._use.format]
-        mark_at = self._pending.find(pair.mark)
-        behind = "".join(self._pending[mark_at + len(pair.mark) :].split())
+        mark_at = self._buffer.find(pair.mark)
+        behind = "".join(self._buffer[mark_at + len(pair.mark) :].split())
         is_last = mark_at >= 0 and pair.closing.startswith(behind)
-        if is_last or (mark_at >= 0 and behind.startswith(pair.more[: len(behind)])):
-            self._take_value(mark_at - (pair.eats_line_break and self._pending.endswith("\n", 0, mark_at)))
+        if is_last or (mark_at >= 0 and behind.startswith(pair.next_key[: len(behind)])):
+            self._take_value(mark_at - (pair.eats_line_break and self._buffer.endswith("\n", 0, mark_at)))
             self._end_value()
             if is_last:
                 self._argue("}")
         else:
             marks = ("\n" * pair.eats_line_break + pair.mark, pair.mark)
-            self._take_value(len(self._pending) - max(overlap(self._pending, mark) for mark in marks))
-        self.cut = not is_last
+            self._take_value(len(self._buffer) - max(overlap(self._buffer, mark) for mark in marks))
+        self.is_cut = not is_last
 
     def _go_behind(self) -> bool:
         rest, end = self._skip_blanks(), self._marks.section_end
         if not rest or (len(rest) < len(end) and end.startswith(rest)):
             return False
-        self._raw, self._pending = [], rest.removeprefix(end) if end else rest
+        self._raw, self._buffer = [], rest.removeprefix(end) if end else rest
         self._at = _At.TEXT
         return True
 
@@ -350,7 +350,7 @@ class Pair:
     mark: str
     end: re.Pattern[str]
     closing: str  # of the block, behind the last mark and without blanks
-    more: str  # begins another key
+    next_key: str  # begins another key
     eats_line_break: bool = False  # one before the mark is none of the value's
 
 
@@ -381,11 +381,11 @@ MOST_END = 512
 _WORDS = {"True": True, "False": False, "None": None}
 
 
-def _value(written: str) -> Any:
+def _value(text: str) -> Any:
     try:
-        return json.loads(written, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError):
-        return _WORDS.get(written.strip(), written)
+        return _WORDS.get(text.strip(), text)
 
 
 def _no_constant(name: str) -> Any:
@@ -393,9 +393,9 @@ def _no_constant(name: str) -> Any:
     raise ValueError(name)
 
 
-def _finite(written: str) -> float:
+def _finite(text: str) -> float:
     """Refuse numbers such as 1e999, which would be written as Infinity."""
-    value = float(written)
+    value = float(text)
     if math.isinf(value):
-        raise ValueError(written)
+        raise ValueError(text)
     return value

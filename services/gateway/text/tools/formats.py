@@ -284,7 +284,7 @@ def _parameters(function: Function, schema: dict[str, Any]) -> Iterator[tuple[st
     definitions = _Definitions(schema)
     for name, value in (properties or {}).items():
         plain = value if isinstance(value, dict) else {}
-        yield name, {**plain, **definitions.needed(plain), "x-guidance": schema["x-guidance"]}, name in names
+        yield name, {**plain, **definitions.find_needed(plain), "x-guidance": schema["x-guidance"]}, name in names
 
 
 class _Definitions:
@@ -292,29 +292,29 @@ class _Definitions:
 
     def __init__(self, schema: dict[str, Any]) -> None:
         groups = ((word, schema[word]) for word in _GROUPS if isinstance(schema.get(word), dict))
-        self._all = {(word, name): value for word, group in groups for name, value in group.items()}
-        self._places = {definition: place for place, definition in enumerate(self._all)}
+        self._definitions = {(word, name): value for word, group in groups for name, value in group.items()}
+        self._places = {definition: place for place, definition in enumerate(self._definitions)}
         self._references: dict[tuple[str, str], set[tuple[str, str]]] = {}
 
-    def needed(self, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    def find_needed(self, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the definitions that a schema refers to, and those that these refer to, by group."""
         reached: set[tuple[str, str]] = set()
-        unread = self._in(schema)
+        unread = self._find_in(schema)
         while unread:
             definition = unread.pop()
             if definition not in self._references:
-                self._references[definition] = self._in(self._all[definition])
+                self._references[definition] = self._find_in(self._definitions[definition])
             reached.add(definition)
             unread |= self._references[definition] - reached
         groups: dict[str, dict[str, Any]] = {}
         for word, name in sorted(reached, key=self._places.__getitem__):  # else each process writes another grammar
-            groups.setdefault(word, {})[name] = self._all[word, name]
+            groups.setdefault(word, {})[name] = self._definitions[word, name]
         return groups
 
-    def _in(self, value: Any) -> set[tuple[str, str]]:
+    def _find_in(self, value: Any) -> set[tuple[str, str]]:
         """Return the definitions that a value names; all where a reference is no path to one, as that to an anchor."""
         definitions: set[tuple[str, str]] = set()
-        unread = [value] if self._all else []
+        unread = [value] if self._definitions else []
         while unread:
             part = unread.pop()
             if isinstance(part, list):
@@ -324,9 +324,9 @@ class _Definitions:
                 for word in _REFERENCES:
                     if isinstance(reference := part.get(word), str):
                         if (path := _PATH.match(unquote(reference))) is None:
-                            return set(self._all)
+                            return set(self._definitions)
                         definitions.add((path[1], path[2].replace("~1", "/").replace("~0", "~")))
-        return definitions & self._all.keys()
+        return definitions & self._definitions.keys()
 
 
 _GROUPS = ("$defs", "definitions")
@@ -334,8 +334,8 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _PATH = re.compile(r"#/(\$defs|definitions)/([^/]*)")
 
 
-def _wrong(function: Function, field: str, got: Any, wanted: str) -> ApiError:
-    return invalid("tools", f"parameters of {function.name}: {field} must be {wanted}; got {quote(got)}")
+def _wrong(function: Function, field: str, value: Any, expected: str) -> ApiError:
+    return invalid("tools", f"parameters of {function.name}: {field} must be {expected}; got {quote(value)}")
 
 
 def _arguments(function: Function) -> dict[str, Any]:

@@ -47,41 +47,41 @@ class PythonicReader(Reader):
             rest = self._skip_blanks()
             if len(rest) < len(PYTHON_END) and PYTHON_END.startswith(rest):
                 return False
-            self._raw, self._pending, self._is_behind = [], rest.removeprefix(PYTHON_END), False
+            self._raw, self._buffer, self._is_behind = [], rest.removeprefix(PYTHON_END), False
         if not self._may_begin:
             if self._use.parallel or not self.calls:
-                self._say(self._pending)
-            self._pending = ""
+                self._say(self._buffer)
+            self._buffer = ""
             return False
         if not self._end:
-            start = _BEGINS_LIST.match(self._pending)
+            start = _BEGINS_LIST.match(self._buffer)
             if start is None:
                 return self._is_plain()
             if start[1] is None:
                 return self._wait(BLANK.fullmatch)  # the head of a list is not there yet
             self._end = start.start(1)
-            if self._stays_in_list(self._pending[self._end :]):
+            if self._stays_in_list(self._buffer[self._end :]):
                 return self._wait(self._stays_in_list)
-        if self._list.failed:
+        if self._list.has_failed:
             return self._is_plain()
         for name, arguments in self._list.calls if self._use.parallel else self._list.calls[:1]:
             self._begin_call(name)
             self._argue(arguments)
-        self._pending = self._pending[self._end :]
+        self._buffer = self._buffer[self._end :]
         self._may_begin, self._is_behind = False, True
         return True
 
     def _finish(self) -> None:
         if self._use.forced:
             if not self.calls:
-                named = _FIRST_NAME.match(self._pending)
+                named = _FIRST_NAME.match(self._buffer)
                 names = self._use.names
                 name = named[1] if named is not None and named[1] in names else names[0] if len(names) == 1 else ""
                 if name:
                     self._begin_call(name)
-                    self.cut = True
+                    self.is_cut = True
         elif self._use.parallel or not self.calls:
-            self._say(self._pending)
+            self._say(self._buffer)
 
     def _is_plain(self) -> bool:
         self._may_begin = False
@@ -90,7 +90,7 @@ class PythonicReader(Reader):
     def _stays_in_list(self, text: str) -> bool:
         """Read more of the list. Return whether more has to come."""
         self._end += self._list.feed(text)
-        return not (self._list.ended or self._list.failed)
+        return not (self._list.has_ended or self._list.has_failed)
 
 
 class _LiteralError(ValueError):
@@ -121,7 +121,7 @@ class CallList:
     def __init__(self, names: tuple[str, ...]) -> None:
         """names: what may be called."""
         self.calls: list[tuple[str, str]] = []
-        self.ended = self.failed = False
+        self.has_ended = self.has_failed = False
         self._names = names
         self._brackets: list[_Bracket] = []
         self._word: list[str] = []  # what stands outside of strings since the last sign
@@ -136,10 +136,10 @@ class CallList:
         """Return how many characters were read: all, if the list has neither ended nor failed."""
         at = 0
         try:
-            while at < len(text) and not self.ended:
+            while at < len(text) and not self.has_ended:
                 at = self._read_string(text, at) if self._mark else self._read(text, at)
         except ValueError:
-            self.failed = True
+            self.has_failed = True
         return at
 
     def _read(self, text: str, at: int) -> int:
@@ -212,7 +212,7 @@ class CallList:
         written = "".join(self._string)[: -len(self._mark)]
         if len(self._mark) == 3:
             written = written.replace("\r\n", "\n").replace("\r", "\n")
-        self._strings.append(written if self._is_raw else _ESCAPE.sub(_unescaped, written))
+        self._strings.append(written if self._is_raw else _ESCAPE.sub(_unescape, written))
         self._mark, self._string = "", []
 
     def _take(self, sign: str) -> None:
@@ -279,7 +279,7 @@ class CallList:
         if not self._brackets:
             if not self.calls:
                 raise _LiteralError
-            self.ended = True
+            self.has_ended = True
         elif len(self._brackets) == 1:
             if len(self.calls) == MOST_LISTED:
                 raise _LiteralError
@@ -323,7 +323,7 @@ def _number(word: str) -> Any:
     raise _LiteralError
 
 
-def _unescaped(escape: re.Match[str]) -> str:
+def _unescape(escape: re.Match[str]) -> str:
     """Return the character of an escape. Raise ValueError."""
     name, *codes, octal, char = escape.groups()
     if name is not None:

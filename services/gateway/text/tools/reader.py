@@ -83,14 +83,14 @@ class CallObject:
         """name: of a call of which the arguments alone are written, from their opening brace to their closing one."""
         self.name = name
         self.has_whole_arguments = False
-        self.ended = False
-        self.failed = False
+        self.has_ended = False
+        self.has_failed = False
         self._place = "open"  # what comes next: open, key, colon, value, comma
         self._key = ""
-        self._written: list[str] = []  # of the key or the name that is read; of another value the last character
+        self._chars: list[str] = []  # of the key or the name that is read; of another value the last character
         self._depth = 0  # in the value
-        self._quoted = self._escaped = False
-        self._waiting: list[str] = []  # arguments that came before the name
+        self._is_quoted = self._is_escaped = False
+        self._early_arguments: list[str] = []  # arguments that came before the name
         self._has_arguments = False
         self._escapes = Escapes()
         self._is_alone = bool(name)
@@ -101,95 +101,95 @@ class CallObject:
         """Return how many characters of the text belong to the object, and the arguments among them."""
         gained: list[str] = []
         used = 0
-        while used < len(text) and not (self.ended or self.failed):
+        while used < len(text) and not (self.has_ended or self.has_failed):
             self._take(text[used], gained)
             used += 1
-        if self.ended and not self.name:
-            self.failed = True
-        if self.ended and not self._has_arguments:
+        if self.has_ended and not self.name:
+            self.has_failed = True
+        if self.has_ended and not self._has_arguments:
             gained.append("{}")
         if not self.name:
-            self._waiting.append("".join(gained))
+            self._early_arguments.append("".join(gained))
             return used, ""
-        shown, self._waiting = [*self._waiting, *gained], []
+        shown, self._early_arguments = [*self._early_arguments, *gained], []
         return used, "".join(shown)
 
     def flush(self) -> str:
         """Return the rest of the arguments of a call that is cut."""
         return self._escapes.flush() if self.name else ""
 
-    def _take(self, char: str, gained: list[str]) -> None:
+    def _take(self, char: str, pieces: list[str]) -> None:
         if self._place == "value":
-            self._take_value(char, gained)
-        elif self._quoted:
+            self._take_value(char, pieces)
+        elif self._is_quoted:
             self._take_key(char)
         elif char in BLANKS:
             return
         elif self._place == "open" and char == "{":
             self._place = "key"
         elif self._place == "key" and char == '"':
-            self._quoted, self._written = True, [char]
+            self._is_quoted, self._chars = True, [char]
         elif self._place == "colon" and char == ":":
-            self._place, self._written = "value", []
+            self._place, self._chars = "value", []
         elif self._place == "comma" and char == ",":
             self._place = "key"
         elif char == "}" and self._place in ("key", "comma"):
-            self.ended = True
+            self.has_ended = True
         else:
-            self.failed = True
+            self.has_failed = True
 
     def _take_key(self, char: str) -> None:
-        self._written.append(char)
+        self._chars.append(char)
         if not self._ends_string(char):
             return
-        self._key = _string("".join(self._written))
+        self._key = _string("".join(self._chars))
         self._place = "colon"
 
-    def _take_value(self, char: str, gained: list[str]) -> None:
+    def _take_value(self, char: str, pieces: list[str]) -> None:
         """Take one character of a value, or the one behind it."""
-        if not self._written and char in BLANKS:
+        if not self._chars and char in BLANKS:
             return
-        if not self._quoted and self._depth == 0 and self._written and (char in ",}" or char in BLANKS):
+        if not self._is_quoted and self._depth == 0 and self._chars and (char in ",}" or char in BLANKS):
             self._end_value()  # of a number or a word
-            self._take(char, gained)
+            self._take(char, pieces)
             return
         if self._key == "name":
-            self._written.append(char)
+            self._chars.append(char)
         else:
-            self._written = [char]
+            self._chars = [char]
         if self._key in ARGUMENTS:
             self._has_arguments = True
-            is_plain = not self._quoted or (char != "\\" and not self._escapes.is_open)
-            gained.append(char if is_plain else self._escapes.feed(char))
-        if self._quoted:
+            is_plain = not self._is_quoted or (char != "\\" and not self._escapes.is_open)
+            pieces.append(char if is_plain else self._escapes.feed(char))
+        if self._is_quoted:
             if self._ends_string(char) and self._depth == 0:
                 self._end_value()
         elif char == '"':
-            self._quoted = True
+            self._is_quoted = True
         elif char in "{[":
             self._depth += 1
         elif char in "}]":
             self._depth -= 1
             if self._depth < 0:
-                self.failed = True
+                self.has_failed = True
             elif self._depth == 0:
                 self._end_value()
 
     def _end_value(self) -> None:
         self.has_whole_arguments |= self._key in ARGUMENTS
-        self.ended = self._is_alone
+        self.has_ended = self._is_alone
         if self._key == "name" and not self.name:
-            self.name = _string("".join(self._written))
-            self.failed = not self.name
+            self.name = _string("".join(self._chars))
+            self.has_failed = not self.name
         self._place = "comma"
 
     def _ends_string(self, char: str) -> bool:
-        if self._escaped:
-            self._escaped = False
+        if self._is_escaped:
+            self._is_escaped = False
         elif char == "\\":
-            self._escaped = True
+            self._is_escaped = True
         elif char == '"':
-            self._quoted = False
+            self._is_quoted = False
             return True
         return False
 
@@ -198,10 +198,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 """What an escape without its other half leaves."""
 
 
-def _string(written: str) -> str:
+def _string(json_text: str) -> str:
     """Return the text of a JSON string; nothing for any other value, or a text that UTF-8 cannot hold."""
     try:
-        value = json.loads(written)
+        value = json.loads(json_text)
     except (ValueError, RecursionError):
         return ""
     return value if isinstance(value, str) and not _SURROGATE.search(value) else ""
@@ -228,7 +228,7 @@ class CallPiece:
         return {"index": self.index, "id": self.id, "type": "function", "function": function}
 
 
-def merged(pieces: list[CallPiece]) -> list[CallPiece]:
+def merge(pieces: list[CallPiece]) -> list[CallPiece]:
     """Return one piece for each call."""
     calls: dict[int, list[CallPiece]] = {}
     for piece in pieces:
@@ -253,24 +253,24 @@ class Reader(ABC):
     def __init__(self, use: ToolUse, request_id: str, choice: int) -> None:
         self._use = use
         self._owner = f"{request_id}:{choice}"
-        self._pending = ""  # not looked at yet
+        self._buffer = ""  # not looked at yet
         self._idle: Callable[[str], object] | None = None  # whether text behind what is held decides nothing
-        self._undecided: list[str] = []  # such text; joined when more comes, not with each token
+        self._undecided_text: list[str] = []  # such text; joined when more comes, not with each token
         self._raw: list[str] = []  # of what may be a call, while it may also be text
         self._blank: list[str] = []  # white space at the end of the text: dropped where a call follows
-        self._said = False  # other text than white space came out
+        self._has_text = False  # other text than white space came out
         self._behind_call = False  # and none since the last call
-        self._out: list[str | CallPiece] = []
+        self._output: list[str | CallPiece] = []
         self.parts: list[str | CallPiece] = []  # text and calls of the last `feed` or `flush`, in their order
         self.calls = 0
-        self.cut = False  # behind `flush`: the arguments of the last call are not whole
+        self.is_cut = False  # behind `flush`: the arguments of the last call are not whole
 
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
         """Return the text and the calls that are certain now."""
-        self._undecided.append(text)
+        self._undecided_text.append(text)
         if self._idle is None or not self._idle(text):
             self._join()
-            while self._pending and self._go_on():
+            while self._buffer and self._go_on():
                 pass
         return self._take()
 
@@ -279,8 +279,8 @@ class Reader(ABC):
         self._join()
         self._finish()
         if not self.calls:
-            self._out.append("".join(self._blank))
-        self._pending, self._raw, self._blank = "", [], []
+            self._output.append("".join(self._blank))
+        self._buffer, self._raw, self._blank = "", [], []
         return self._take()
 
     @abstractmethod
@@ -293,8 +293,8 @@ class Reader(ABC):
 
     def _join(self) -> None:
         """Hold all text that has come."""
-        self._pending = "".join([self._pending, *self._undecided])
-        self._undecided, self._idle = [], None
+        self._buffer = "".join([self._buffer, *self._undecided_text])
+        self._undecided_text, self._idle = [], None
 
     def _wait(self, idle: Callable[[str], object] | None = None) -> bool:
         """Return False. idle: called once with each text that comes; whether it decides nothing behind what is held."""
@@ -302,7 +302,7 @@ class Reader(ABC):
         return False
 
     def _take(self) -> tuple[str, list[CallPiece]]:
-        self.parts, self._out = self._out, []
+        self.parts, self._output = self._output, []
         text = "".join(part for part in self.parts if isinstance(part, str))
         return text, [part for part in self.parts if isinstance(part, CallPiece)]
 
@@ -311,7 +311,7 @@ class Reader(ABC):
         digest = hashlib.sha256(f"{self._owner}:{self.calls}".encode()).hexdigest()
         is_short = self._use.format.startswith("mistral")  # its templates want nine
         call_id = written_id or (digest[:9] if is_short else f"call_{digest[:24]}")
-        self._out.append(CallPiece(self.calls, call_id, name, ""))
+        self._output.append(CallPiece(self.calls, call_id, name, ""))
         self.calls += 1
         self._raw, self._blank = [], []
         self._behind_call = True
@@ -319,18 +319,18 @@ class Reader(ABC):
     def _argue(self, arguments: str) -> None:
         """Add to the arguments of the last call."""
         if arguments:
-            self._out.append(CallPiece(self.calls - 1, "", "", arguments))
+            self._output.append(CallPiece(self.calls - 1, "", "", arguments))
 
     def _skip_blanks(self) -> str:
-        rest = self._pending.lstrip()
-        self._raw.append(self._pending[: len(self._pending) - len(rest)])
-        self._pending = rest
+        rest = self._buffer.lstrip()
+        self._raw.append(self._buffer[: len(self._buffer) - len(rest)])
+        self._buffer = rest
         return rest
 
     def _is_text(self) -> bool:
         """Treat the text that began like a call as text."""
         self._say("".join(self._raw))
-        self._raw, self._said = [], True
+        self._raw, self._has_text = [], True
         return True
 
     def _say(self, text: str) -> None:
@@ -341,8 +341,8 @@ class Reader(ABC):
         if not kept:
             self._blank.append(blank)
             return
-        self._out.append("".join(self._blank) + kept)
-        self._blank, self._said, self._behind_call = [blank], True, False
+        self._output.append("".join(self._blank) + kept)
+        self._blank, self._has_text, self._behind_call = [blank], True, False
 
 
 class ToolReader(Reader):
@@ -353,7 +353,7 @@ class ToolReader(Reader):
         self._is_mistral = use.format.startswith("mistral")
         self._may_list = self._is_mistral or use.format == "granite"
         self._at = _At.TEXT
-        self._listed = False  # inside the brackets of a list
+        self._is_list = False  # inside the brackets of a list
         self._alone = False  # the last call was mistral's newer one: neither a bracket nor a comma belongs to it
         self._object = CallObject()
 
@@ -361,14 +361,14 @@ class ToolReader(Reader):
         if self._use.forced:  # what has no name yet is no text: it would have become a call
             if not self.calls and len(self._use.names) == 1:
                 self._begin_call(self._use.names[0])
-                self.cut = True
+                self.is_cut = True
         elif self._at is _At.TEXT:
-            self._say(self._pending)
+            self._say(self._buffer)
         elif self._at is not _At.BEHIND and self._at is not _At.OVER:
-            self._say("".join(self._raw) + ("" if self._at is _At.OBJECT else self._pending))
+            self._say("".join(self._raw) + ("" if self._at is _At.OBJECT else self._buffer))
         if self._at is _At.OBJECT:
             self._argue(self._object.flush())
-            self.cut |= bool(self._object.name) and not self._object.has_whole_arguments
+            self.is_cut |= bool(self._object.name) and not self._object.has_whole_arguments
 
     def _go_on(self) -> bool:
         match self._at:
@@ -381,36 +381,36 @@ class ToolReader(Reader):
             case _At.BEHIND:
                 return self._go_behind()
             case _At.OVER:
-                self._pending = ""
+                self._buffer = ""
                 return False
 
     def _find_opening(self) -> bool:
         opening = OPENINGS[self._use.format]
-        at = self._pending.find(opening)
+        at = self._buffer.find(opening)
         if at < 0:
-            keep = overlap(self._pending, opening)
-            self._say(self._pending[: len(self._pending) - keep])
-            self._pending = self._pending[len(self._pending) - keep :]
+            keep = overlap(self._buffer, opening)
+            self._say(self._buffer[: len(self._buffer) - keep])
+            self._buffer = self._buffer[len(self._buffer) - keep :]
             return False
-        self._say(self._pending[:at])
-        self._raw, self._pending = [opening], self._pending[at + len(opening) :]
+        self._say(self._buffer[:at])
+        self._raw, self._buffer = [opening], self._buffer[at + len(opening) :]
         self._at = _At.BEFORE
         return True
 
     def _open_bare(self) -> bool:
         """Begin a call without an opening, which is a call only where no text was before it."""
-        rest = self._pending.lstrip()
+        rest = self._buffer.lstrip()
         tagged = rest.removeprefix(PYTHON_TAG)
-        is_first = not self._said and not self.calls
+        is_first = not self._has_text and not self.calls
         if is_first and not tagged.strip():
             return self._wait(BLANK.fullmatch)
         if is_first and PYTHON_TAG.startswith(rest):
             return False
         if not is_first or not tagged.lstrip().startswith("{"):
-            self._say(self._pending)
-            self._pending = ""
+            self._say(self._buffer)
+            self._buffer = ""
             return False
-        self._raw, self._pending = [self._pending[: len(self._pending) - len(tagged)]], tagged
+        self._raw, self._buffer = [self._buffer[: len(self._buffer) - len(tagged)]], tagged
         self._at = _At.BEFORE
         return True
 
@@ -418,11 +418,11 @@ class ToolReader(Reader):
         rest = self._skip_blanks()
         if not rest:
             return False
-        if self._may_list and rest[0] == "[" and not self._listed:
+        if self._may_list and rest[0] == "[" and not self._is_list:
             self._raw.append("[")
-            self._pending, self._listed = rest[1:], True
+            self._buffer, self._is_list = rest[1:], True
             return True
-        if self._is_mistral and rest[0] != "{" and not self._listed:
+        if self._is_mistral and rest[0] != "{" and not self._is_list:
             return self._begin_named(rest)
         if rest[0] != "{":
             return self._is_text()
@@ -437,7 +437,7 @@ class ToolReader(Reader):
             if match is not None and match.end() == len(rest):
                 return self._wait(BLANK.fullmatch)
             return False if match is None and _BEGINS_NAMED.fullmatch(rest) else self._is_text()
-        self._pending = rest[match.start(2) :]
+        self._buffer = rest[match.start(2) :]
         self._object = CallObject(match[1])
         self._begin_call(match[1])
         self._at, self._alone = _At.OBJECT, True
@@ -446,17 +446,17 @@ class ToolReader(Reader):
     def _read_object(self) -> bool:
         call = self._object
         has_begun = bool(call.name)
-        used, arguments = call.feed(self._pending)
+        used, arguments = call.feed(self._buffer)
         if not has_begun:
-            self._raw.append(self._pending[:used])
-        self._pending = self._pending[used:]
+            self._raw.append(self._buffer[:used])
+        self._buffer = self._buffer[used:]
         bare = self._use.format == "llama3"
         if call.name and not has_begun and not (bare and call.name not in self._use.names):
             self._begin_call(call.name)
             has_begun = True
         if has_begun:
             self._argue(arguments)
-        if call.failed or call.ended or (bare and call.name and not has_begun):
+        if call.has_failed or call.has_ended or (bare and call.name and not has_begun):
             if not has_begun:
                 return self._is_text()
             self._at = _At.BEHIND if self._use.parallel else _At.OVER
@@ -470,16 +470,16 @@ class ToolReader(Reader):
         if not rest or (len(rest) < len(closing) and closing.startswith(rest)):
             return False
         if separator and rest.startswith(separator):
-            self._raw, self._pending = [], rest[1:]
+            self._raw, self._buffer = [], rest[1:]
             self._at = _At.BEFORE
             return True
-        self._raw, self._pending = [], rest.removeprefix(closing)
-        self._listed = self._alone = False
+        self._raw, self._buffer = [], rest.removeprefix(closing)
+        self._is_list = self._alone = False
         self._at = _At.TEXT
         return True
 
     def _is_text(self) -> bool:
-        self._listed, self._at = False, _At.TEXT
+        self._is_list, self._at = False, _At.TEXT
         return super()._is_text()
 
 
@@ -491,8 +491,6 @@ def to_json(value: Any) -> str:
     return written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def overlap(text: str, opening: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of the text that begins an opening."""
-    return next(
-        (size for size in range(min(len(text), len(opening) - 1), 0, -1) if opening.startswith(text[-size:])), 0
-    )
+    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)

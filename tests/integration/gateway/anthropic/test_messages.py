@@ -231,7 +231,7 @@ def test_expired_batch_says_which_requests_did_not_run(led: tuple[GatewayProcess
     scheduler.claim(), scheduler.claim()
     files_dir = Path(gateway.environment["ORCINUS_FILES_DIR"])
     batches = BatchStore(FileStore(GatewaySettings(files_dir=files_dir, served_model_name=gateway.name)))
-    (running,) = (batch for batch in batches.unfinished() if batch.id == made["id"])
+    (running,) = (batch for batch in batches.find_unfinished() if batch.id == made["id"])
     order = batches.order(running)
     assert order is not None
     late = batches.create(replace(order, id=new_id("batch_"), expires_at=order.created_at)).order

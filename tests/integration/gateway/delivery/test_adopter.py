@@ -136,7 +136,7 @@ class Own:
         self.write(IDS[0], state="running")
         self.write(IDS[1], state="finished")
         self.write(IDS[2], state="running", gateway="other")
-        self.tasks.ended |= dict.fromkeys(IDS[:4], 2)  # the record of the last has expired
+        self.tasks.end_counts |= dict.fromkeys(IDS[:4], 2)  # the record of the last has expired
         self.adopter = OrphanAdopter(settings, "one", self.tasks, self.take_up, streams)
 
     def write(self, name: str, **fields: str | int) -> None:
@@ -193,7 +193,7 @@ async def test_end_that_is_lost_after_its_removal_is_noticed(redis_server: Redis
     own = Own(redis_server)
     own.write(IDS[0], state="finished")
     async with running(own):
-        await wait_until(lambda: not (own.own or own.tasks.ended))
+        await wait_until(lambda: not (own.own or own.tasks.end_counts))
         assert not own.adopted
         own.write(IDS[0], state="running")
         own.client.sadd(own.keys.background_of("one"), IDS[0])
@@ -209,9 +209,9 @@ async def test_request_that_its_scheduler_has_yet_to_end_stays(
     own.write(IDS[0], **fields)
     async with running(own):
         await look_often(redis_server)
-        assert (own.adopted, own.own, set(own.tasks.ended)) == ([], {IDS[0]}, {IDS[0]})
+        assert (own.adopted, own.own, set(own.tasks.end_counts)) == ([], {IDS[0]}, {IDS[0]})
         own.write(IDS[0], state="finished")
-        await wait_until(lambda: not (own.own or own.tasks.ended))
+        await wait_until(lambda: not (own.own or own.tasks.end_counts))
 
 
 @pytest.mark.parametrize("fields, choices", [({"stop:0": 3}, 2), ({"stop:0": 3, "stop:1": 0}, 0)])
@@ -220,7 +220,7 @@ async def test_stop_string_of_another_choice_is_no_end(
 ) -> None:
     own = Own(redis_server)
     own.write(IDS[0], **fields)
-    own.tasks.ended[IDS[0]] = choices
+    own.tasks.end_counts[IDS[0]] = choices
     async with running(own):
         await wait_until(lambda: own.adopted)
 
@@ -243,14 +243,14 @@ async def test_request_that_cannot_be_read_is_tried_rarely(
     async with running(own):
         await look_often(redis_server)
         assert own.adopted == [(IDS[0], "one")]
-        assert not (own.tasks.readerless or own.tasks.ended), "its model can close"
+        assert not (own.tasks.readerless or own.tasks.end_counts), "its model can close"
     assert own.own == {IDS[0]}, "another gateway can adopt it"
 
 
 async def begun(gateway: Gateway, server: RedisServer) -> str:
     """Begin a background request, and return its id."""
     ScriptedScheduler(server.client, gateway.settings.keys).lead()
-    body = {"model": gateway.first.name, "prompt": "The", "max_tokens": 400, "background": True}
+    body = {"model": gateway.first_model.name, "prompt": "The", "max_tokens": 400, "background": True}
     async with asgi(gateway) as client:
         return str((await client.post("/v1/completions", json=body)).json()["id"])
 
@@ -273,7 +273,7 @@ async def test_request_is_read_again_rarely_after_its_reader_failed(
     request_id = await begun(local_gateway, redis_server)
     await look_often(redis_server)
     assert read == [request_id]
-    assert request_id not in local_gateway.first.background.ended, "it goes on"
+    assert request_id not in local_gateway.first_model.background.end_counts, "it goes on"
     record = redis_server.client.hgetall(local_gateway.settings.keys.req(request_id))
     assert record[b"state"] == b"queued" and b"cancelled" not in record
 
@@ -282,13 +282,13 @@ async def test_request_is_read_again_rarely_after_its_reader_failed(
 async def test_request_with_an_unreadable_record_goes_on_and_is_read_again_rarely(
     often: None, local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
-    model, keys = local_gateway.first, local_gateway.settings.keys
+    model, keys = local_gateway.first_model, local_gateway.settings.keys
     request_id = await begun(local_gateway, redis_server)
     redis_server.client.hset(keys.req(request_id), field, "x")
     monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)  # its record is read at once
     await wait_until(lambda: request_id in model.background.unreadable)
     await look_often(redis_server)
-    assert (model.background.kept, request_id in model.background.ended) == ([], False)
+    assert (model.background.request_ids, request_id in model.background.end_counts) == ([], False)
     assert redis_server.client.hget(keys.req(request_id), "cancelled") is None
 
 
@@ -300,10 +300,10 @@ async def test_request_with_a_record_that_became_readable_is_read_to_its_end(
     claimed = await asyncio.to_thread(scheduler.lead().claim)
     redis_server.client.hset(keys.req(request_id), "finish:0", "x")
     monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)
-    await wait_until(lambda: request_id in local_gateway.first.background.unreadable)
+    await wait_until(lambda: request_id in local_gateway.first_model.background.unreadable)
     tokens = token_ids("a quick brown fox")
     scheduler.end(claimed, [tokens], [LENGTH])  # which another field tells
-    local_gateway.first.background.unreadable.clear()  # as after a while
+    local_gateway.first_model.background.unreadable.clear()  # as after a while
     await wait_until(lambda: not redis_server.client.exists(keys.background_of(local_gateway.id)))
     async with asgi(local_gateway) as client:
         found = (await client.get(f"/v1/requests/{request_id}")).json()
@@ -321,7 +321,7 @@ async def test_request_without_a_reader_is_found_among_many(redis_server: RedisS
     many = {f"read-{number}" for number in range(4 * background.BATCH)}
     own = Own(redis_server, streams=many)
     own.client.sadd(own.keys.background_of("one"), *many)
-    del own.tasks.ended[IDS[0]]
+    del own.tasks.end_counts[IDS[0]]
     async with running(own):
         await wait_until(lambda: own.adopted)
     assert set(own.adopted) == {(IDS[0], "one")}
@@ -331,16 +331,16 @@ async def test_request_without_a_reader_is_found_among_many(redis_server: RedisS
 async def test_end_that_no_gateway_has_read_is_read(redis_server: RedisServer, often: None) -> None:
     own = Own(redis_server)
     own.write(IDS[0], state="finished")
-    del own.tasks.ended[IDS[0]]  # as when a client has read it to its end
+    del own.tasks.end_counts[IDS[0]]  # as when a client has read it to its end
     async with running(own):
         await wait_until(lambda: own.adopted)
-        own.tasks.ended[IDS[0]] = 2
+        own.tasks.end_counts[IDS[0]] = 2
         await wait_until(lambda: not own.own)
 
 
 async def test_unread_requests_are_left_to_others_when_their_gateway_ends(redis_server: RedisServer) -> None:
     own = Own(redis_server)
-    del own.tasks.ended[IDS[1]]  # handed over; it has ended since
+    del own.tasks.end_counts[IDS[1]]  # handed over; it has ended since
     await own.adopter.close()
     assert (own.own, own.adopted) == (set(IDS[:2]), [])
     assert own.client.smembers(own.keys.background) == {b"one"}
@@ -350,16 +350,22 @@ async def test_stop_string_is_sent_once_while_the_scheduler_is_silent(
     often: None, local_gateway: Gateway, redis_server: RedisServer
 ) -> None:
     scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
-    body = {"model": local_gateway.first.name, "prompt": "The", "max_tokens": 400, "background": True, "stop": ["k br"]}
+    body = {
+        "model": local_gateway.first_model.name,
+        "prompt": "The",
+        "max_tokens": 400,
+        "background": True,
+        "stop": ["k br"],
+    }
     async with asgi(local_gateway) as client:
         begun = (await client.post("/v1/completions", json=body)).json()
     claimed = await asyncio.to_thread(scheduler.claim)
     tokens = token_ids("a quick brown fox")
     scheduler.publish(Line(claimed.id, 0, tokens))
-    read = local_gateway.first.background
-    await wait_until(lambda: begun["id"] in read.ended)
+    read = local_gateway.first_model.background
+    await wait_until(lambda: begun["id"] in read.end_counts)
     await look_often(redis_server)
     assert [control.WhichOneof("command") for control in scheduler.controls()] == ["stop"]
     scheduler.end(claimed, [tokens], [LENGTH])
-    await wait_until(lambda: not read.ended)
+    await wait_until(lambda: not read.end_counts)
     assert redis_server.client.hget(local_gateway.settings.keys.req(claimed.id), "finish") == b"1"

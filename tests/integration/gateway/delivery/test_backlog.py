@@ -188,13 +188,13 @@ async def test_silent_request_in_the_backlog_is_not_taken_for_lost(
     monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)
 
     def has_looked(before: int) -> bool:
-        return gateway.cluster.unfinished != before
+        return gateway.cluster.unfinished_count != before
 
     async with Held(gateway):
         begun = [asyncio.create_task(begin(gateway, name)) for name in ("a", "b", "c")]
         await wait_until(lambda: len(gateway.dispatcher.streams) == len(begun))
         for looked_at in (-1, -2):  # the second look is whole
-            gateway.cluster.unfinished = looked_at
+            gateway.cluster.unfinished_count = looked_at
             await wait_until(partial(has_looked, looked_at))
     for generation in await asyncio.gather(*begun):
         assert generation.stream.failure is None
@@ -220,7 +220,7 @@ async def test_deadline_that_passes_before_redis_answers_is_429(gateway: Gateway
 
 
 async def test_deadline_counts_from_the_arrival_at_the_gateway(gateway: Gateway, scheduler: ScriptedScheduler) -> None:
-    generation = await begin(gateway, "r", deadline_ms=600_000, started=time.monotonic() - 500)
+    generation = await begin(gateway, "r", deadline_ms=600_000, start_s=time.monotonic() - 500)
     claimed = await asyncio.to_thread(scheduler.claim)
     assert 10_000 < claimed.request.deadline_ms <= 100_000
     generation.close()
@@ -247,7 +247,7 @@ async def reasons(generation: Generation) -> list[str | None]:
     """Return the finish reason of each delta, to the end."""
     found = []
     async with asyncio.timeout(60):
-        while not generation.done:
+        while not generation.is_done:
             found += [delta.finish_reason for delta in await generation.next()]
     return found
 
@@ -315,7 +315,7 @@ async def test_record_serves_a_request_after_its_stream_was_trimmed(
     scheduler.end(claimed, [[50, 51, 52]], [LENGTH])
     monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)
     async with asyncio.timeout(60):
-        while not generation.done:
+        while not generation.is_done:
             deltas += await generation.next()
     assert [token for delta in deltas for token in delta.token_ids] == [50, 51, 52]
     assert deltas[-1].finish_reason == "length"

@@ -135,7 +135,7 @@ def test_logprobs_of_an_entry_are_checked_by_width(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stream_module, "check_records", noted)
 
     def stream_of(wanted: int) -> RequestStream:
-        return RequestStream("r", 1, record_bytes=record_bytes(wanted), wanted=wanted)
+        return RequestStream("r", 1, record_bytes=record_bytes(wanted), logprob_count=wanted)
 
     def rows(token: int) -> list[tuple[RequestStream, Row]]:
         wide = pack_record(-0.5, np.array([token, 1]), np.array([-0.5, -1.0]))
@@ -180,8 +180,8 @@ async def test_entries_that_wait_are_delivered_in_few_turns_of_the_loop(tmp_path
             server.client.xadd(chosen.keys.tokens("gateway-1"), {"b": batch.SerializeToString()})
         cluster = Cluster(chosen, "gateway-1", LIMITS)
         reading = Dispatcher(chosen, "gateway-1", cluster, Metrics())
-        reading.streams["r"] = stream = RequestStream("r", 1, bound=16)
-        stalled = RequestStream("stalled", 1, bound=2 * WAITING)
+        reading.streams["r"] = stream = RequestStream("r", 1, max_rows=16)
+        stalled = RequestStream("stalled", 1, max_rows=2 * WAITING)
         if has_stalled:
             reading.streams["stalled"] = stalled
             for index in range(WAITING):
@@ -284,7 +284,7 @@ def test_command_is_given_up_after_refusals_not_after_silence(caplog: pytest.Log
         waiting.keep(one)  # Redis was away
     for _ in range(dispatcher_module.MOST_REFUSALS):
         (taken,) = waiting.take()
-        waiting.refused(taken, ReadOnlyError("READONLY"))
+        waiting.on_refusal(taken, ReadOnlyError("READONLY"))
     assert waiting.take() == []
     assert "giving up" in caplog.text
 

@@ -41,7 +41,7 @@ async def named(gateway: Gateway, **fields: Any) -> GenerationSpec:
     """A request as its Idempotency-Key names it; other fields, another body."""
     name = gateway.settings.served_model_name
     raw = httpx.Request("POST", "http://x", json={"model": name, "prompt": "The", "stream": True, **fields}).content
-    spec = await completion_spec(parse_body(raw, CompletionBody), gateway.first.text, gateway.cluster.limits)
+    spec = await completion_spec(parse_body(raw, CompletionBody), gateway.first_model.text, gateway.cluster.limits)
     spec.id = ids.named_request_id("completions", ANONYMOUS, b"", "k")
     spec.body_sha256 = hashlib.sha256(raw).digest()
     return spec
@@ -54,7 +54,7 @@ async def begin(gateway: Gateway, spec: GenerationSpec, last_event: str = "") ->
 async def test_gateway_that_drains_takes_nothing_over(gateway: Gateway) -> None:
     spec = await named(gateway)
     (await begin(gateway, spec)).close()
-    gateway.admission.draining = True
+    gateway.admission.is_draining = True
     with pytest.raises(ApiError) as refused:
         await gateway.admission.resume(spec.id, ANONYMOUS, 0.0)
     assert refused.value.code == "shutting_down"
@@ -229,7 +229,7 @@ async def test_tokens_of_a_handed_over_request_stay_in_redis(
     claimed = await asyncio.to_thread(scheduler.claim)
     scheduler.publish(Line(claimed.id, 0, [50]))
     await running.next()
-    running.stream.fail(handed_over(claimed.id), cut=True)
+    running.stream.fail(handed_over(claimed.id), is_cut=True)
     running.close()
     await gateway.dispatcher.stop()
     assert redis_server.client.xlen(gateway.settings.keys.tokens(gateway.id)) == 1

@@ -81,7 +81,7 @@ async def test_long_conversation_is_not_stored(
     most_bytes = 1000 if count > 1 else 100
     scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     items = [{"role": "user", "content": "x" * size}] * count
-    body = {"model": local_gateway.first.name, "input": items}
+    body = {"model": local_gateway.first_model.name, "input": items}
     async with asgi(local_gateway) as client:
         monkeypatch.setattr(local_gateway.settings, "max_body_bytes", most_bytes)  # of later applications
         with answering(scheduler, lambda _: [50, 51], STOP):
@@ -227,7 +227,7 @@ def test_response_that_redis_does_not_take_is_answered(
 )
 async def test_bytes_of_a_tenant_are_a_setting(local_gateway: Gateway, tenant_bytes: int, left: list[str]) -> None:
     bounds = {"stored_response_bytes": 10_000, "tenant_response_bytes": tenant_bytes}
-    store = ResponseStore(local_gateway.settings.model_copy(update=bounds), local_gateway.models.first.dispatcher)
+    store = ResponseStore(local_gateway.settings.model_copy(update=bounds), local_gateway.models.first_model.dispatcher)
     names = ["resp_1", "resp_2", "resp_3"]
     for name in names:
         response = {"id": name, "status": "completed", "store": True, "output": []}

@@ -106,7 +106,7 @@ def test_expired_and_left_files_are_swept(tmp_path: Path) -> None:
 
 def test_gateway_without_a_directory_says_how_to_get_one() -> None:
     files = FileStore(GatewaySettings())
-    assert not files.enabled and files.owners() == []
+    assert not files.is_enabled and files.owners() == []
     with pytest.raises(ApiError, match="set ORCINUS_FILES_DIR") as raised:
         files.of_tenant(TENANT)
     assert (raised.value.status, raised.value.code) == (404, "files_off")
@@ -129,7 +129,7 @@ def test_folder_that_another_gateway_holds_is_refused_in_time(tmp_path: Path, mo
     monkeypatch.setattr(module, "LOCK_S", 0.05)
     files, _ = stores(tmp_path)
     other, _ = stores(tmp_path)
-    with other.locked(other.folder(other.owner(TENANT))):
+    with other.lock(other.folder(other.owner(TENANT))):
         with pytest.raises(ApiError, match=r"held this tenant's folder for 0\.05 s; retry") as raised:
             upload(files, b"a")
         upload(files, b"a", "tenant-2")

@@ -19,14 +19,14 @@ from tests.unit.gateway.batches.disk import TENANT, begun, lines_of, ordered, st
 
 def ended(batches: BatchStore, batch: OpenBatch, epoch: int) -> None:
     state = batches.take_over(batch, epoch)
-    batches.close(batch, state.moved("completed", 1_000_000_000))
+    batches.close(batch, state.move("completed", 1_000_000_000))
 
 
 def test_new_batch_waits_for_a_gateway(tmp_path: Path) -> None:
     files, batches = stores(tmp_path)
-    assert batches.unfinished() == []
+    assert batches.find_unfinished() == []
     order, batch = ordered(files, batches, lines_of(2))
-    assert batches.unfinished() == [batch]
+    assert batches.find_unfinished() == [batch]
     assert batches.order(batch) == order
     found = batches.find(TENANT, order.id)
     assert (found.status, found.order) == ("validating", order)
@@ -47,7 +47,7 @@ def test_batch_that_has_ended_is_deleted_with_its_files(tmp_path: Path) -> None:
         batches.delete(TENANT, order.id)
     output, other = (upload(files, b"{}\n").id for _ in range(2))
     state = batches.take_over(batch, 1)
-    batches.close(batch, state.moved("completed", 1.0, output_file_id=output, error_file_id=new_id("file-")))
+    batches.close(batch, state.move("completed", 1.0, output_file_id=output, error_file_id=new_id("file-")))
     with pytest.raises(ApiError, match="not found"):
         batches.delete("tenant-2", order.id)
     batches.delete(TENANT, order.id)
@@ -66,7 +66,7 @@ def test_earlier_epoch_writes_nothing_that_counts(tmp_path: Path) -> None:
     two = Journal(folder, 7)
     one.append([(3, False, b'{"by":5}')])
     two.append([(3, False, b'{"by":7}'), (2, False, b'{"by":7}'), (0, False, b'{"by":7}')])
-    for late in (replace(first, completed=9), first.moved("completed", 1.0)):
+    for late in (replace(first, completed=9), first.move("completed", 1.0)):
         with pytest.raises(Outdated):
             batches.write(batch, late)
         with pytest.raises(Outdated):
@@ -119,7 +119,7 @@ def full(_: BinaryIO) -> None:
 def test_batch_that_ended_is_driven_by_no_gateway(tmp_path: Path) -> None:
     _, batches, order, batch = begun(tmp_path)
     ended(batches, batch, 3)
-    assert batches.unfinished() == []
+    assert batches.find_unfinished() == []
     with pytest.raises(Outdated):
         batches.take_over(batch, 4)
     names = sorted(os.listdir(batches.folder(batch.owner, batch.id)))
@@ -143,11 +143,11 @@ def test_marker_without_a_batch_goes_when_it_is_old(tmp_path: Path) -> None:
     files, batches, _, batch = begun(tmp_path)
     folder = batches.folder(batch.owner, batch.id)
     folder.rename(folder.with_name(".new"))  # a gateway is about to make it
-    assert batches.order(batch) is None and batches.unfinished() == [batch]
+    assert batches.order(batch) is None and batches.find_unfinished() == [batch]
     assert files.root is not None
     for marker in (files.root / "open").iterdir():
         os.utime(marker, (0, 0))
-    assert batches.order(batch) is None and batches.unfinished() == []
+    assert batches.order(batch) is None and batches.find_unfinished() == []
 
 
 def test_oldest_batch_that_ended_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

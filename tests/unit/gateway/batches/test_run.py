@@ -453,8 +453,8 @@ async def test_outputs_stay_when_cleaning_fails(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(OSError):
             await case.run().run()
     assert case.now.status == "completed" and len(case.rows(case.now.state.output_file_id)) == 1
-    assert case.batches.unfinished() == [case.open]
-    assert case.batches.order(case.open) is None and case.batches.unfinished() == []
+    assert case.batches.find_unfinished() == [case.open]
+    assert case.batches.order(case.open) is None and case.batches.find_unfinished() == []
     folder = case.batches.folder(case.open.owner, case.open.id)
     assert {path.name for path in folder.iterdir()} == {"batch.json", "state-0000000000000001.json"}
 

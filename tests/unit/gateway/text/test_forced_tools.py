@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from services.gateway.delivery.stream import ChoiceText
-from services.gateway.errors import ApiError, failed
+from services.gateway.errors import ApiError, worker_error
 from services.gateway.openai import output
 from services.gateway.openai.bodies import ChatBody
 from services.gateway.openai.chat import chat_spec
 from services.gateway.openai.output import plan_tools
 from services.gateway.request import Limits, ToolUse
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.reader import merged
+from services.gateway.text.tools.reader import merge
 from shared.text.grammars import MOST_GRAMMAR_BYTES, NOT_FOLLOWED
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.generations import read_calls, stored
@@ -158,7 +158,7 @@ def test_finish_reason_says_whether_a_call_is_complete(
     assert (request.tools, request.grammar_field) == (use, "tools")
     choice = ChoiceText(request, model, [50])
     text, _, _ = choice.feed(model.encode(WHOLE["hermes"][:end]), reason)
-    (call,) = merged(choice.calls)
+    (call,) = merge(choice.calls)
     assert (text, choice.finish_reason, call.name) == ("", told, "get_weather")
     assert ARGUMENTS.startswith(call.arguments)
     assert told != "tool_calls" or call.arguments == ARGUMENTS
@@ -170,7 +170,7 @@ def test_only_allowed_tools_are_rendered_read_and_sampled(directory: Path, model
     asked = plan_tools(body, model)
     assert asked.use is not None
     assert (asked.use.names, asked.use.forced) == (("ring", "knock"), mode == "required")
-    assert [tool["function"]["name"] for tool in asked.shown] == ["ring", "knock"]
+    assert [tool["function"]["name"] for tool in asked.shown_tools] == ["ring", "knock"]
     grammar = grammar_of(body, model)
     assert bool(grammar) == (mode == "required")
     tokenizer = for_grammars(model, directory)
@@ -182,7 +182,7 @@ def test_only_allowed_tools_are_rendered_read_and_sampled(directory: Path, model
 def test_template_renders_all_tools_when_one_is_named(model: ModelText) -> None:
     asked = plan_tools(chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "ring"}}), model)
     assert asked.use is not None and asked.use.names == ("ring",)
-    assert len(asked.shown) == 2 and "ring" in json.dumps(asked.shown)
+    assert len(asked.shown_tools) == 2 and "ring" in json.dumps(asked.shown_tools)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_template_renders_all_tools_when_one_is_named(model: ModelText) -> None:
 def test_failure_is_400_only_when_the_grammar_cannot_be_followed(
     why: str, field: str, status: int, param: str | None
 ) -> None:
-    error = failed(why, field)
+    error = worker_error(why, field)
     assert (error.status, error.param, why in error.message) == (status, param, True)
 
 

@@ -22,7 +22,7 @@ from tests.support.generations import CUTS, Recorded, generation, model, rows, s
 def test_usage_counts_cached_tokens_of_each_prompts_first_choice() -> None:
     running, stream, _ = generation(spec(prompts=[[50] * 9, [50] * 5], n=2, stop_ids=[]))
     for choice, cached in enumerate([4, 8, 0, 4]):
-        stream.offer(Row(choice, [50], 2, cached=cached), 0)
+        stream.offer(Row(choice, [50], 2, cached_tokens=cached), 0)
     asyncio.run(running.next(0.0))
     assert running.usage.body()["prompt_tokens_details"] == {"cached_tokens": 4}
 
@@ -31,7 +31,7 @@ def test_guesses_of_rows_that_overlap_count_once() -> None:
     stream = RequestStream("r", 1)
     for first, count in [(0, 4), (1, 4), (3, 5), (8, 2)]:  # 10 tokens in all: of the 2nd row 1 is new, of the 3rd 3
         assert stream.offer(Row(0, [50] * count, drafts=4), first) is Offer.TAKEN
-    assert (stream.received, stream.accepted, stream.rejected) == ([10], 3 + 0 + 2 + 1, 1 + 3)
+    assert (stream.received_tokens, stream.accepted_drafts, stream.rejected_drafts) == ([10], 3 + 0 + 2 + 1, 1 + 3)
 
 
 def test_stop_string_before_min_tokens_ends_nothing() -> None:
@@ -93,7 +93,7 @@ def test_rows_beyond_a_part_count_for_the_bound_of_a_slow_client() -> None:
     most = AT_ONCE // (1 + size // stream_module.RECORD_BYTES)
 
     async def read() -> tuple[int, list[Row]]:
-        stream = RequestStream("r", 1, bound=bound, record_bytes=size)
+        stream = RequestStream("r", 1, max_rows=bound, record_bytes=size)
         offered, taken = 0, list[Row]()
         for turn in range(3):
             for _ in range(per_turn):
@@ -123,10 +123,10 @@ def test_rows_after_a_stop_string_are_late() -> None:
     asyncio.run(running.next())
     assert commands.stops == [(0, len(tokens))]
     assert stream.offer(Row(0, [60], finish=3), len(tokens)) is Offer.LATE
-    assert not running.done
+    assert not running.is_done
     stream.offer(Row(1, [60], finish=2), 0)
     asyncio.run(running.next())
-    assert running.done
+    assert running.is_done
 
 
 def found_while_redis_is_away() -> tuple[Generation, Recorded]:
@@ -139,11 +139,11 @@ def found_while_redis_is_away() -> tuple[Generation, Recorded]:
 async def test_stop_is_delivered_after_its_text_once_redis_has_it() -> None:
     running, commands = found_while_redis_is_away()
     (delta,) = await running.next()
-    assert (delta.text, delta.finish_reason, running.done) == ("a ", None, False)
+    assert (delta.text, delta.finish_reason, running.is_done) == ("a ", None, False)
     assert await running.next(0.001) == []
     commands.unwritten[0]()
     (end,) = await running.next()
-    assert (end.text, end.token_ids, end.finish_reason, running.done) == ("", [], "stop", True)
+    assert (end.text, end.token_ids, end.finish_reason, running.is_done) == ("", [], "stop", True)
 
 
 async def test_stop_is_delivered_late_when_redis_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_finish_that_the_client_has_is_not_repeated() -> None:
     running, stream, commands = generation(spec(stop=["fox"]), had=f"cmpl-1:{len(tokens) + 1}")
     stream.offer(Row(0, tokens), 0)
     assert asyncio.run(running.next()) == []
-    assert (commands.stops, running.done) == ([(0, len(tokens))], True)
+    assert (commands.stops, running.is_done) == ([(0, len(tokens))], True)
 
 
 def test_error_row_fails_the_request_after_its_tokens() -> None:
@@ -194,7 +194,7 @@ def test_generation_cancels_its_request_unless_another_gateway_continues(
     error: ApiError, is_stream: bool, message: str, code: str, is_cancelled: bool
 ) -> None:
     running, stream, commands = generation(spec(stream=is_stream))
-    stream.fail(error, cut=True)
+    stream.fail(error, is_cut=True)
     with pytest.raises(ApiError, match=message) as caught:
         asyncio.run(running.next())
     running.close()
@@ -206,7 +206,7 @@ def test_generation_cancels_its_request_unless_another_gateway_continues(
 def test_client_that_leaves_cancels_its_request_unless_handed_over(error: ApiError | None, cancel_reason: str) -> None:
     running, stream, commands = generation(spec())
     if error is not None:
-        stream.fail(error, cut=True)
+        stream.fail(error, is_cut=True)
     running.close()
     assert commands.closed == [cancel_reason]
 
@@ -234,11 +234,11 @@ def test_stream_takes_each_token_once() -> None:
     assert stream.offer(Row(7, [4]), 0) is Offer.LATE
     taken = asyncio.run(stream.take())
     assert [token for row in taken for token in row.tokens] == [1, 2, 3]
-    assert stream.done
+    assert stream.is_done
 
 
 def test_bounded_stream_overflows_until_it_is_read() -> None:
-    stream = RequestStream("r", 1, bound=2)
+    stream = RequestStream("r", 1, max_rows=2)
     outcomes = [stream.offer(Row(0, [index]), index) for index in range(3)]
     assert outcomes == [Offer.TAKEN, Offer.TAKEN, Offer.OVERFLOW]
     asyncio.run(stream.take())
@@ -256,12 +256,12 @@ def test_rows_in_any_order_give_the_sequence(data: st.DataObject) -> None:
         if stream.offer(row, first) is Offer.GAP:
             stream.put_aside(row, first)
         for item in stream.take_ahead():
-            if stream.offer(item.row, item.first) is Offer.GAP:
-                stream.put_aside(item.row, item.first)
+            if stream.offer(item.row, item.first_index) is Offer.GAP:
+                stream.put_aside(item.row, item.first_index)
     stream.offer(Row(0, tokens, finish=1), 0)
     got = [token for row in asyncio.run(stream.take()) for token in row.tokens]
     assert got == tokens
-    assert stream.done
+    assert stream.is_done
 
 
 def test_failed_stream_raises_and_takes_no_more() -> None:
@@ -304,9 +304,9 @@ def brute_force(text: str, stops: list[str], include: bool) -> tuple[str, str | 
 def test_stop_matcher_finds_what_brute_force_finds(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
     matcher = StopMatcher(stops, include)
     shown = "".join(matcher.feed(piece) for piece in rows(text, cuts))
-    if matcher.matched is None:
+    if matcher.matched_stop is None:
         shown += matcher.flush()
-    assert (shown, matcher.matched) == brute_force(text, stops, include)
+    assert (shown, matcher.matched_stop) == brute_force(text, stops, include)
 
 
 @given(LETTERS, STOPS, CUTS)
@@ -317,7 +317,7 @@ def test_only_the_beginning_of_a_stop_string_is_held(text: str, stops: list[str]
     for piece in rows(text, cuts):
         fed += piece
         shown += matcher.feed(piece)
-        if matcher.matched is not None:
+        if matcher.matched_stop is not None:
             return
         held = fed[len(shown) :]
         assert fed.startswith(shown)

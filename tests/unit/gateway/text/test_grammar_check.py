@@ -120,7 +120,7 @@ async def test_grammar_beyond_its_processor_time_is_refused_and_not_remembered(
             ApiError, match=r"guided_json cannot be used: it takes more than 0\.001 s of processor"
         ) as at:
             await check.check("guided_json", SLOW, "a")
-        assert (at.value.status, check.process.ended) == (400, ended)
+        assert (at.value.status, check.process.end_count) == (400, ended)
     check.close()
 
 

@@ -52,7 +52,7 @@ def test_records_come_back_as_they_were_packed() -> None:
     made = record([1, 2, 3], 4)
     assert len(made) == 2 * prompt_record_bytes(4) == 64
     (first, one), (second, two) = unpack_prompt_records(made, 4)
-    assert (first, one.sampled, second, two.sampled) == (2, -1.0, 3, -2.0)
+    assert (first, one.sampled_logprob, second, two.sampled_logprob) == (2, -1.0, 3, -2.0)
     assert one.best == two.best == [(7, -0.25), (9, -0.5), (11, -0.75)]
     assert unpack_prompt_records(b"", 4) == []
     with pytest.raises(ValueError, match="cannot reshape"):

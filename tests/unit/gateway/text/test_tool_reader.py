@@ -11,7 +11,7 @@ import pytest
 from services.gateway.request import ToolUse
 from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.pythonic import MOST_LISTED
-from services.gateway.text.tools.reader import CallObject, CallPiece, merged
+from services.gateway.text.tools.reader import CallObject, CallPiece, merge
 from tests.support.generations import bytes_of_one_more, read_calls
 
 NAMES = ("get_weather", "add")
@@ -310,7 +310,7 @@ def test_pieces_of_a_call_are_joined_in_proportion_to_their_size() -> None:
     """Added to one another, they took minutes."""
     count = 400_000
     pieces = [CallPiece(0, "id", "add", ""), *[CallPiece(0, "", "", "x" * 16)] * count]
-    assert merged(pieces) == [CallPiece(0, "id", "add", "x" * 16 * count)]
+    assert merge(pieces) == [CallPiece(0, "id", "add", "x" * 16 * count)]
 
 
 HELD = [

@@ -277,7 +277,7 @@ CONVERSATION = [
 
 def test_template_renders_tools_and_results_as_transformers_does(model: ModelText) -> None:
     body = chat(messages=CONVERSATION, tools=TOOLS)
-    shown = plan_tools(body, model).shown
+    shown = plan_tools(body, model).shown_tools
     ids = model.chat.encode(plain_messages(body.messages), True, shown)
     from transformers import PreTrainedTokenizerFast  # most processes of a run need no transformers
 
