@@ -48,14 +48,14 @@ class Lease:
 
     async def acquire(self, is_stopping: Callable[[], bool]) -> int:
         """Wait for the shard and return the new epoch. Raises CancelledError when `is_stopping` turns true."""
-        waited = False
+        has_waited = False
         while not is_stopping():
             if await persist(f"take the lease of {self._shard}", self.take, log, is_stopping):
                 log.info("lease of %s taken, epoch %d", self._shard, self.epoch)
                 return self.epoch
-            if not waited:
+            if not has_waited:
                 log.info("waiting for the lease of %s: another process holds it", self._shard)
-                waited = True
+                has_waited = True
             await asyncio.sleep(STANDBY_S)
         raise asyncio.CancelledError
 

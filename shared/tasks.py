@@ -18,19 +18,19 @@ async def end(*tasks: asyncio.Future[Any]) -> None:
 
     A cancellation of the caller meanwhile is raised afterwards.
     """
-    cancelled: asyncio.CancelledError | None = None
+    cancellation: asyncio.CancelledError | None = None
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
         try:
             await asyncio.wait(pending, timeout=AGAIN_S)
         except asyncio.CancelledError as error:
-            cancelled = error
+            cancellation = error
     for task in tasks:
         if not task.cancelled():
             task.exception()  # else asyncio logs that it was never retrieved
-    if cancelled is not None:
-        raise cancelled
+    if cancellation is not None:
+        raise cancellation
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> None:

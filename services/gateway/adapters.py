@@ -108,8 +108,8 @@ class AdapterNames:
         self._expired_names: list[str] = []  # names of Redis that are remembered no longer
         self._redis: Redis = connect(settings, connections=2)
         self._letters = letters or DeadLetters()
-        self._published = Published("adapters", self._redis, AdapterRecord.decode, self._letters)
-        self.has_looked = self._published.has_looked
+        self._source = Published("adapters", self._redis, AdapterRecord.decode, self._letters)
+        self.has_looked = self._source.has_looked
 
     def digest(self, name: str) -> bytes | None:
         """Return the digest of the adapter that a name stands for now; None for no adapter."""
@@ -118,7 +118,7 @@ class AdapterNames:
 
     async def run(self) -> None:
         """Read the names once a second, until cancelled."""
-        await self._published.follow(self._look)
+        await self._source.follow(self._look)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -199,13 +199,13 @@ class AdapterNames:
 
     async def _look(self, redis: Redis | None = None) -> None:
         try:
-            read = await self._published.read(self._key, redis)
+            raw_records = await self._source.read(self._key, redis)
         except ResponseError as error:
             if WRONG_TYPE not in str(error):
                 raise
             await remove_foreign(self._redis, self._letters, {self._key: "hash"})
-            read = {}
-        self._take({name: record for name, record in read.items() if record is not None})
+            raw_records = {}
+        self._take({name: record for name, record in raw_records.items() if record is not None})
 
     def _take(self, records: dict[str, AdapterRecord]) -> None:
         kept_s = int(time.time()) - FORMER_S
@@ -228,17 +228,17 @@ def _store(folder: Path, path: str, max_rank: int, model: Path) -> AdapterRecord
     source = _below(root, root / path, path)
     store = root / STORE
     store.mkdir(mode=0o755, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix="new-", dir=store))
+    temporary = Path(tempfile.mkdtemp(prefix="new-", dir=store))
     try:
         for name, most in ((CONFIG, CONFIG_BYTES), (WEIGHTS, WEIGHTS_BYTES)):
-            _copy(root, _below(root, source / name, f"{path}/{name}"), made / name, most)
-        rank = _check(made, max_rank, model)
-        digest = digest_of(made).hex()
-        made.chmod(0o755)
+            _copy(root, _below(root, source / name, f"{path}/{name}"), temporary / name, most)
+        rank = _check(temporary, max_rank, model)
+        digest = digest_of(temporary).hex()
+        temporary.chmod(0o755)
         if not _is_stored(store / digest):
-            _move(made, store / digest)
+            _move(temporary, store / digest)
     finally:
-        shutil.rmtree(made, ignore_errors=True)  # where the store has it, or something is wrong
+        shutil.rmtree(temporary, ignore_errors=True)  # where the store has it, or something is wrong
     return AdapterRecord(digest, rank, str(source), int(time.time()))
 
 
@@ -282,27 +282,27 @@ def _below(root: Path, path: Path, name: str) -> Path:
 
 def _copy(root: Path, source: Path, target: Path, max_bytes: int) -> None:
     """Copy a file by its real path, below `root`. Raise OSError, and ModelError where a part of it is a link now."""
-    with _open_below(root, source) as file, target.open("xb") as out:
+    with _open_below(root, source) as file, target.open("xb") as target_file:
         left = max_bytes
         while piece := file.read(PIECE_BYTES):
             left -= len(piece)
             if left < 0:
                 raise ModelError(f"{source.name} has more than {max_bytes} bytes; use a smaller adapter")
-            out.write(piece)
-        out.flush()
-        os.fsync(out.fileno())
+            target_file.write(piece)
+        target_file.flush()
+        os.fsync(target_file.fileno())
 
 
 def _open_below(root: Path, source: Path) -> BufferedReader:
     """Open a file below a folder, part by part: none of them is followed where it is a link now. Raise ModelError."""
     *parts, name = source.relative_to(root).parts
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as stack:
         at = os.open(root, FOLDER)
-        opened.callback(os.close, at)
+        stack.callback(os.close, at)
         try:
             for part in parts:
                 at = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=at)
-                opened.callback(os.close, at)
+                stack.callback(os.close, at)
             return open_regular(Path(name), folder=at)
         except OSError as error:
             raise ModelError(f"{source}: cannot be opened ({error.strerror}); copy the adapter there again") from error

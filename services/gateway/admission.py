@@ -170,14 +170,23 @@ class Bounds:
             case b"tenant":
                 return self._tenant_full(answer[1], answer[2], wait_s)
             case b"bytes":
-                held, size, expires_ms, waiting = answer[1:]
+                held_count, size, expires_ms, waiting_tokens = answer[1:]
                 where = f"queue full for class {self.priority}"
-                return self._bytes_full("queue_full", where, held, size, self.class_bytes, expires_ms, waiting, wait_s)
+                return self._bytes_full(
+                    "queue_full", where, held_count, size, self.class_bytes, expires_ms, waiting_tokens, wait_s
+                )
             case b"tenant bytes":
-                held, size, expires_ms, waiting, tenants = answer[1:]
+                held_count, size, expires_ms, waiting_tokens, tenants = answer[1:]
                 where = f"queue full for this tenant in class {self.priority}"
                 return self._bytes_full(
-                    "tenant_queue_full", where, held, size, self.tenant_bytes, expires_ms, tenants * waiting, wait_s
+                    "tenant_queue_full",
+                    where,
+                    held_count,
+                    size,
+                    self.tenant_bytes,
+                    expires_ms,
+                    tenants * waiting_tokens,
+                    wait_s,
                 )
             case b"late":
                 return self.late
@@ -853,16 +862,16 @@ class Admission:
         claims = [("queue_full", "", self._connections.busy(), most)]
         if caller.has_others:
             of_tenant = max(1, int(self._settings.tenant_queue_share * most))
-            held = self._connections.clients[caller.tenant] + 1
-            claims.insert(0, ("tenant_queue_full", "this tenant in ", held, of_tenant))
-        for code, where, held, most in claims:
-            if held > most:
+            count = self._connections.clients[caller.tenant] + 1
+            claims.insert(0, ("tenant_queue_full", "this tenant in ", count, of_tenant))
+        for code, where, count, most in claims:
+            if count > most:
                 raise ApiError(
                     429,
-                    f"queue full for {where}class {spec.priority}: clients hold {held} connections of this gateway "
+                    f"queue full for {where}class {spec.priority}: clients hold {count} connections of this gateway "
                     f"process, of which {most} are allowed; {RETRY}",
                     code=code,
-                    retry_after_s=self._wait_s((held - most) * spec.prompt_tokens),
+                    retry_after_s=self._wait_s((count - most) * spec.prompt_tokens),
                 )
 
     def _refuse_while_draining(self) -> None:

@@ -94,15 +94,15 @@ class Caller:
         """Return the class of a request; name: of the class that it asks for, '' for none. Raise ApiError(403) above
         the key's limit.
         """
-        chosen = name or max(DEFAULT_PRIORITY, self.max_priority, key=CLASSES.index)
-        if CLASSES.index(chosen) < CLASSES.index(self.max_priority):
+        priority = name or max(DEFAULT_PRIORITY, self.max_priority, key=CLASSES.index)
+        if CLASSES.index(priority) < CLASSES.index(self.max_priority):
             raise ApiError(
                 403,
-                f"priority: this key allows at most {self.max_priority}; got {chosen}",
+                f"priority: this key allows at most {self.max_priority}; got {priority}",
                 param="priority",
                 code="priority_not_allowed",
             )
-        return chosen
+        return priority
 
 
 class Keyring:
@@ -122,8 +122,8 @@ class Keyring:
         self._rates = Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests)
         self._redis: Redis = connect(settings, connections=1)
         self._letters = letters or DeadLetters()
-        self._published = Published("keys", self._redis, KeyRecord.decode, self._letters)
-        self.has_looked = self._published.has_looked
+        self._source = Published("keys", self._redis, KeyRecord.decode, self._letters)
+        self.has_looked = self._source.has_looked
         self._records: dict[str, KeyRecord] = {}
         self._had_records = False  # a record is or was there
         self._several = len(self._configured_digests) > 1  # tenants have keys
@@ -175,7 +175,7 @@ class Keyring:
 
     async def run(self) -> None:
         """Read the keys from Redis once a second, until cancelled."""
-        await self._published.follow(self._look)
+        await self._source.follow(self._look)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -272,13 +272,13 @@ class Keyring:
     async def _records_of(self, key: str) -> dict[str, KeyRecord]:
         records: dict[str, KeyRecord] = {}
         try:
-            stored = await self._published.read(key)
+            raw_records = await self._source.read(key)
         except ResponseError as error:
             if WRONG_TYPE not in str(error):
                 raise
             self._value(key, error)
             return records
-        for name, record in stored.items():
+        for name, record in raw_records.items():
             if record is None:
                 log.error("record of key %s is unreadable, so the key is refused", name)
             records[name] = record or KeyRecord(name, "", "", "", revoked_s=1)

@@ -240,7 +240,7 @@ class Cluster:
         heard = True  # so that the first failure is logged
         served_at = time.monotonic()
         while True:
-            started = time.monotonic()
+            start_s = time.monotonic()
             try:
                 self.snapshot = await self.look()
                 self.limits = self.snapshot.limits(self._fallback)
@@ -257,13 +257,13 @@ class Cluster:
                 self._progress.look(None, self.unfinished_count, time.monotonic())
             self.has_looked.set()
             if not heard or not self.reason_unserved():
-                served_at = started  # a leader takes over behind an outage of Redis, too
+                served_at = start_s  # a leader takes over behind an outage of Redis, too
             if heard:
-                is_settled = served_at == started or started - served_at > UNSERVED_S
+                is_settled = served_at == start_s or start_s - served_at > UNSERVED_S
                 pause = EVERY_S if is_settled else UNSERVED_EVERY_S
             else:  # Jitter: behind a restart of Redis not every gateway comes back in the same moment.
                 pause = EVERY_S * random.uniform(0.5, 1.0)  # noqa: S311
-            await asyncio.sleep(max(0.05, pause - (time.monotonic() - started)))
+            await asyncio.sleep(max(0.05, pause - (time.monotonic() - start_s)))
 
     async def close(self) -> None:
         """Delete the heartbeat, for which a silent Redis has a second, and close the connection."""
@@ -351,9 +351,9 @@ class Cluster:
         records = (
             (key, self._letters.read(key, record, _text)) for key, record in zip(workers, per_worker, strict=True)
         )
-        found = {key: record for key, record in records if record}
+        worker_records = {key: record for key, record in records if record}
         new = [] if isinstance(members, Exception) else members  # of another type: SCAN finds the workers
-        self._worker_keys = set(found) | {self._keys.worker(each.decode("utf-8", "replace")) for each in new}
+        self._worker_keys = set(worker_records) | {self._keys.worker(each.decode("utf-8", "replace")) for each in new}
         fields_of = (
             (shard, self._letters.read(self._keys.stats(shard), fields, _text))
             for shard, fields in zip(shards, per_shard[1::2], strict=True)
@@ -368,7 +368,7 @@ class Cluster:
         return Snapshot(
             at=now,
             leases=leases,
-            workers=found,
+            workers=worker_records,
             stats=stats,
             memory_used=int(memory.get("used_memory", 0)),
             memory_most=int(memory.get("maxmemory", 0)),

@@ -85,11 +85,11 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     servers = [server(app, gateway.settings) for app in (public_app(gateway), ops_app(gateway))]
     gateway.connections.busy = servers[0].busy
     grpc_front = GrpcFront(gateway) if gateway.settings.grpc_port else None
-    stopping = asyncio.Event()
-    hurried = asyncio.Event()
+    stop_event = asyncio.Event()
+    hurry_event = asyncio.Event()
 
     def stop() -> None:
-        (hurried if stopping.is_set() else stopping).set()
+        (hurry_event if stop_event.is_set() else stop_event).set()
 
     def renew() -> None:
         renew_certificates(servers, gateway.settings)
@@ -103,7 +103,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     if place is not None:
         gateway.siblings = Siblings(place, gateway.metrics.registry, gateway.state)
         await gateway.siblings.start()
-    stops = [asyncio.create_task(each.wait()) for each in (stopping, gateway.cluster.drain_asked)]
+    stops = [asyncio.create_task(each.wait()) for each in (stop_event, gateway.cluster.drain_asked)]
     starting = asyncio.create_task(gateway.start())
     await asyncio.wait({starting, *stops}, return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
@@ -113,32 +113,32 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
         await grpc_front.start()
         log.info("serving gRPC on %s:%d", gateway.settings.host, gateway.settings.grpc_port)
     settle()
-    leaving: list[asyncio.Task[None]] = []
-    serving = [
+    leave_tasks: list[asyncio.Task[None]] = []
+    server_tasks = [
         asyncio.create_task(one.serve(sockets=handles(listener, place.count if place is not None else 1)))
         for one, listener in zip(servers, (public, ops), strict=True)
     ]
-    beating = [asyncio.create_task(beat())] if place is not None else []
+    beat_tasks = [asyncio.create_task(beat())] if place is not None else []
     tasks = gateway.tasks
-    await asyncio.wait({*stops, *serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({*stops, *server_tasks, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     failure = gateway.dead_task()
     if place is not None and gateway.cluster.drain_asked.is_set():
-        leaving = [asyncio.create_task(_leave(servers[0], grpc_front, gateway.settings.drain_s))]
-    draining = asyncio.create_task(gateway.drain(0 if failure else gateway.settings.drain_s))
-    hurry = asyncio.create_task(hurried.wait())
-    await asyncio.wait({draining, hurry, *([] if failure else tasks)}, return_when=asyncio.FIRST_COMPLETED)
+        leave_tasks = [asyncio.create_task(_leave(servers[0], grpc_front, gateway.settings.drain_s))]
+    drain_task = asyncio.create_task(gateway.drain(0 if failure else gateway.settings.drain_s))
+    hurry = asyncio.create_task(hurry_event.wait())
+    await asyncio.wait({drain_task, hurry, *([] if failure else tasks)}, return_when=asyncio.FIRST_COMPLETED)
     failure = failure or gateway.dead_task()
-    if not draining.done():
-        await end(draining)
+    if not drain_task.done():
+        await end(drain_task)
         await gateway.drain(0)
     for one in servers:
         one.should_exit = True
-    await asyncio.gather(*serving, *([grpc_front.stop(GRACE_S)] if grpc_front else []))
-    await end(*stops, hurry, *leaving)
+    await asyncio.gather(*server_tasks, *([grpc_front.stop(GRACE_S)] if grpc_front else []))
+    await end(*stops, hurry, *leave_tasks)
     if gateway.siblings is not None:
         await gateway.siblings.stop()
     await gateway.stop()
-    await end(*beating)
+    await end(*beat_tasks)
     return failure
 
 

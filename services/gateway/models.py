@@ -231,12 +231,12 @@ class ModelTable:
             text = f"The model {quote(name)} does not exist; this server has {self.first_model.name!r}"
             return ApiError(404, text, param="model", code="model_not_found")
         there = [each for each in self.names() if self.state(each) != "unavailable"]
-        listed = ", ".join(each for each in there if caller is None or caller.may_use(each)) or "none now"
+        names = ", ".join(each for each in there if caller is None or caller.may_use(each)) or "none now"
         is_here = name in self._entry_of and (caller is None or caller.may_use(self._entry_of[name].name))
         if is_here:
-            text = f"The model {quote(name)} has no worker; this server has {listed}; start its scheduler and a worker"
+            text = f"The model {quote(name)} has no worker; this server has {names}; start its scheduler and a worker"
             return ApiError(404, text, param="model", code=UNAVAILABLE)
-        text = f"The model {quote(name)} does not exist; this server has {listed}"
+        text = f"The model {quote(name)} does not exist; this server has {names}"
         return ApiError(404, text, param="model", code="model_not_found")
 
     def has(self, name: str) -> bool:
@@ -284,22 +284,22 @@ class ModelTable:
 
         Raise ApiError(503).
         """
-        closed = [
+        closed_entries = [
             entry
             for entry in self._entries.values()
             if entry.name not in self.open and (caller is None or caller.may_use(entry.name))
         ]
-        if self.first_model.settings.adapter_dir is None or not closed:
+        if self.first_model.settings.adapter_dir is None or not closed_entries:
             return []
         pipe: Any = self._redis.pipeline(transaction=False)
-        for entry in closed:
+        for entry in closed_entries:
             pipe.hget(Keys(entry.name).adapters, name)
         try:
             answers = await pipe.execute(raise_on_error=False)
         except (*Unreachable, RedisError) as error:
             raise client_error(error) from None
         holders = []
-        for entry, stored in zip(closed, answers, strict=True):
+        for entry, stored in zip(closed_entries, answers, strict=True):
             with contextlib.suppress(ValueError, TypeError):  # no record; the model sets it aside when it is open
                 record = AdapterRecord.decode(stored) if isinstance(stored, bytes) else None
                 if record is not None and (not record.unloaded_s or record.unloaded_s > time.time() - FORMER_S):
@@ -323,17 +323,19 @@ class ModelTable:
     async def _closed_adapters(self) -> dict[str, dict[str, AdapterRecord]]:
         """Return the adapters that stand, of models that are not open, by model and name."""
         async with self._read_lock:
-            closed = [name for name in self._entries if name not in self.open]
-            is_read = time.monotonic() - self._closed_read_at < EVERY_S and self._closed_records.keys() >= set(closed)
+            closed_names = [name for name in self._entries if name not in self.open]
+            is_read = time.monotonic() - self._closed_read_at < EVERY_S and self._closed_records.keys() >= set(
+                closed_names
+            )
             if (
                 self.first_model.settings.adapter_dir is None
-                or not closed
+                or not closed_names
                 or is_read
                 or self.first_model.cluster.redis_error
             ):
                 return self._closed_records
             pipe: Any = self._redis.pipeline(transaction=False)
-            for name in closed:
+            for name in closed_names:
                 pipe.hgetall(Keys(name).adapters)
             try:
                 replies = await pipe.execute(raise_on_error=False)
@@ -342,19 +344,19 @@ class ModelTable:
                 return self._closed_records
             self._closed_records = {
                 name: self._valid_records(Keys(name).adapters, reply) if isinstance(reply, dict) else {}
-                for name, reply in zip(closed, replies, strict=True)
+                for name, reply in zip(closed_names, replies, strict=True)
             }
             self._closed_read_at = time.monotonic()
             return self._closed_records
 
     def _valid_records(self, key: str, raw_records: dict[bytes, bytes]) -> dict[str, AdapterRecord]:
-        letters, standing = self._parts.letters, {}
+        letters, valid = self._parts.letters, {}
         for raw, value in raw_records.items():
             if name := letters.read(key, raw, text):
                 record = letters.read(f"{key}:{name}", value, AdapterRecord.decode)
                 if record is not None and not record.unloaded_s:
-                    standing[name] = record
-        return standing
+                    valid[name] = record
+        return valid
 
     async def find_holder(self, request_id: str, caller: Caller | None = None) -> ServedModel:
         """Return the model that has a request or a stored response of this id; the first one where none has it.

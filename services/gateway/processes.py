@@ -81,13 +81,13 @@ def run(settings: GatewaySettings) -> int:
     logs.setup("gateway", settings.log_level, settings.log_json)
     if not sys.platform.startswith("linux"):
         raise ConfigurationError(f"ORCINUS_PROCESSES={settings.processes}: only Linux spreads a port; use 1")
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         sockets = {
-            "port": held.enter_context(listen(settings.host, settings.port, "port")),
-            "ops port": held.enter_context(listen(settings.ops_host, settings.ops_port, "ops port")),
+            "port": stack.enter_context(listen(settings.host, settings.port, "port")),
+            "ops port": stack.enter_context(listen(settings.ops_host, settings.ops_port, "ops port")),
         }
         if settings.grpc_port:
-            held.enter_context(reserve(settings.host, settings.grpc_port, "gRPC port"))
+            stack.enter_context(reserve(settings.host, settings.grpc_port, "gRPC port"))
         return Processes(settings, sockets).run()
 
 

@@ -52,7 +52,7 @@ class Progress:
                 track.look(track.works, False, now)
             self._requests.look(self._requests.works or unfinished_count > 0, False, now)
             return
-        moved = self._beats_moved(observation.steps)
+        has_moved = self._beats_moved(observation.steps)
         self._shards = {shard: self._shards.get(shard, _Track(now)) for shard in observation.stats}
         for shard, stats in observation.stats.items():
             track, mark = self._shards[shard], (stats.get("epoch", 0.0), stats.get("last_step", 0.0))
@@ -60,16 +60,18 @@ class Progress:
             counts = shard in observation.leases or not observation.leases
             works = counts and any(stats.get(name, 0.0) > 0 for name in ("running", "waiting", "in_flight"))
             track.look(works, mark != track.mark, now)
-            moved |= mark != track.mark
+            has_moved |= mark != track.mark
             track.mark = mark
         # Parked requests that never ran are counted as queued; they wait until a client returns. Stranded ones are not:
         # they have run, and wait for a worker of their numerics or for their end.
-        waiting = observation.queued_requests - sum(stats.get("parked", 0.0) for stats in observation.stats.values())
+        waiting_requests = observation.queued_requests - sum(
+            stats.get("parked", 0.0) for stats in observation.stats.values()
+        )
         led = [
             stats for shard, stats in observation.stats.items() if shard in observation.leases or not observation.leases
         ]
         unfinished_count -= int(sum(stats.get("stranded", 0.0) for stats in led))
-        self._requests.look(unfinished_count > 0 or waiting > 0, moved, now)
+        self._requests.look(unfinished_count > 0 or waiting_requests > 0, has_moved, now)
 
     def find_stall(self, now: float) -> tuple[float, str]:
         """Return for how many seconds work was there and did not move, and where; (0, '') when all is well."""

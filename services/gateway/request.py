@@ -385,7 +385,7 @@ class Arrival:
 
     @property
     def sets_its_wait(self) -> bool:
-        """Whether the longest wait of its class is not for it, as in `overloaded`."""
+        """Whether the longest wait of its class is not for it, as in `overload_error`."""
         return self.background or self.ttft_slo_ms > 0
 
     @property

@@ -74,19 +74,19 @@ class Demand:
 
 def choose(models: Sequence[Demand], most: int) -> frozenset[str]:
     """Return the models to be awake, at most so many: those that are, but for switches that pay."""
-    kept = [model for model in models if model.is_awake][:most]
-    awake = {model.name for model in kept}
+    awake_models = [model for model in models if model.is_awake][:most]
+    awake = {model.name for model in awake_models}
     callers = [model for model in models if not model.is_awake and model.waiting_ms]
     callers.sort(key=lambda model: model.urgency, reverse=True)
     for at, caller in enumerate(callers):
         if len(awake) >= most:
             # A caller that has waited its time comes before those behind it, which may wait for less time served.
             entitled = callers[at:] if caller.urgency >= 1 else [caller]
-            leaving = [model for model in kept if any(_turn_ms(model, each) <= 0 for each in entitled)]
+            leaving = [model for model in awake_models if any(_turn_ms(model, each) <= 0 for each in entitled)]
             if not leaving:
                 continue
             gone = max(leaving, key=lambda model: (model.idle_ms, model.ready_ms))
-            kept.remove(gone)
+            awake_models.remove(gone)
             awake.remove(gone.name)
         awake.add(caller.name)
     return frozenset(awake)

@@ -152,8 +152,8 @@ class Placer:
 
     async def _restore(self) -> None:
         """Go on with what the placer before wanted; at first the first models of the file are awake."""
-        stored = await self._read_placements()
-        placements = read_placements(stored)
+        raw_records = await self._read_placements()
+        placements = read_placements(raw_records)
         self._placements = {name: placements[name] for name in self._models if name in placements}
         awake = [name for name, placement in self._placements.items() if placement.awake][: self._max_slots]
         now_ms = await self._now_ms()
@@ -164,7 +164,7 @@ class Placer:
             since_ms = now_ms if has_changed else min(before.since_ms, now_ms)
             self._placements[name] = replace(before, awake=is_awake, since_ms=since_ms)
             self._watches[name] = _Watch(has_changed and is_awake, now_ms - since_ms)
-        await self._write(stored.keys() - {name.encode() for name in self._models})
+        await self._write(raw_records.keys() - {name.encode() for name in self._models})
         log.info("awake: %s", ", ".join(self._awake()))
 
     def _awake(self) -> list[str]:
@@ -193,15 +193,15 @@ class Placer:
         demands = []
         for name in self._models:
             is_led = next(answers) == 1
-            workers, resuming, parked, *work = _counts(next(answers), 7) + _counts(next(answers), 1)
+            workers, resuming_tokens, parked_count, *work = _counts(next(answers), 7) + _counts(next(answers), 1)
             ages = {
                 priority: now_ms - _entry_ms(rows[0][0])
                 for priority in CLASSES
                 if isinstance(rows := next(answers), list) and rows
             }
-            if parked and not any(work):  # these wait for a client, not for a worker
+            if parked_count and not any(work):  # these wait for a client, not for a worker
                 ages = {}
-            demands.append(self._demand(name, is_led and workers > 0, resuming > 0, ages))
+            demands.append(self._demand(name, is_led and workers > 0, resuming_tokens > 0, ages))
         return now_ms, demands
 
     def _demand(self, name: str, is_ready: bool, resumes: bool, ages_ms: dict[str, int]) -> Demand:
@@ -222,22 +222,22 @@ class Placer:
 
     async def _decide(self, now_ms: int, demands: list[Demand]) -> None:
         awake = choose(demands, self._max_slots)
-        changed = [each for each in demands if each.is_awake != (each.name in awake)]
-        for each in changed:
+        changes = [each for each in demands if each.is_awake != (each.name in awake)]
+        for each in changes:
             is_awake = not each.is_awake
-            failed = each.failed_loads + int(each.is_awake and not each.ready_ms)
+            failed_loads = each.failed_loads + int(each.is_awake and not each.ready_ms)
             self._placements[each.name] = replace(
-                self._placements[each.name], awake=is_awake, since_ms=now_ms, failed=min(MOST_FAILED, failed)
+                self._placements[each.name], awake=is_awake, since_ms=now_ms, failed=min(MOST_FAILED, failed_loads)
             )
             self._watches[each.name] = _Watch(is_awake)
             log.info("%s: %s", each.name, f"wakes, waited for {each.waiting_ms} ms" if is_awake else "sleeps")
-            if failed > each.failed_loads:
+            if failed_loads > each.failed_loads:
                 passed_s = each.loading_ms / 1000
                 log.warning("%s: no worker served in %.0f s; the load counts as failed", each.name, passed_s)
-        if not changed and time.monotonic() - self._written_at < WRITE_S:
+        if not changes and time.monotonic() - self._written_at < WRITE_S:
             return
-        if changed:
-            marks = {each.name: each.name in awake for each in changed}
+        if changes:
+            marks = {each.name: each.name in awake for each in changes}
             demands = [
                 replace(each, is_awake=marks[each.name], ready_ms=0, resuming_ms=0, loading_ms=0)
                 if each.name in marks

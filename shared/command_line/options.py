@@ -53,12 +53,12 @@ def build(settings: type[S], values: Values, name_of: Callable[[str], str] = fla
     name_of: how an error calls the source of a field of `values`. Raise ConfigurationError naming the option or
     variable, the value and the limit.
     """
-    given = {name: value for name, value in values.items() if name in settings.model_fields}
+    known_values = {name: value for name, value in values.items() if name in settings.model_fields}
     try:
-        return settings(**given)
+        return settings(**known_values)
     except ValidationError as error:
         raise ConfigurationError(
-            "; ".join(_explain(settings, item, given, name_of) for item in error.errors())
+            "; ".join(_explain(settings, item, known_values, name_of) for item in error.errors())
         ) from None
 
 

@@ -102,12 +102,12 @@ def read_models(path: Path) -> ModelsFile:
     fields = document if isinstance(document, dict) else {}
     if unknown := [str(name) for name in fields if name not in ("models", "awake")]:
         raise ConfigurationError(f"{path}: {unknown[0][:100]!r}: no field of the file; it has `models:` and `awake:`")
-    listed = fields.get("models")
-    if not isinstance(listed, dict) or not listed:
+    items = fields.get("models")
+    if not isinstance(items, dict) or not items:
         raise ConfigurationError(f"{path}: has no models; write `models:` and below it a name and a source for each")
-    if len(listed) > MOST_MODELS:
-        raise ConfigurationError(f"{path}: {len(listed)} models; a gateway serves at most {MOST_MODELS}")
-    entries = [_entry(path, name, values) for name, values in listed.items()]
+    if len(items) > MOST_MODELS:
+        raise ConfigurationError(f"{path}: {len(items)} models; a gateway serves at most {MOST_MODELS}")
+    entries = [_entry(path, name, values) for name, values in items.items()]
     check_names(path, [(entry.name, entry.aliases) for entry in entries])
     return ModelsFile(entries, _awake(path, fields.get("awake"), len(entries)))
 
@@ -157,22 +157,22 @@ def _texts(path: Path, node: yaml.Node | None) -> Any:
 
 
 def _entry(path: Path, name: str, fields: Any) -> ModelEntry:
-    where = f"{path}: model {name[:100]!r}"
+    source = f"{path}: model {name[:100]!r}"
     if not (is_repository(name) or _is_tag(name)):
-        raise ConfigurationError(f"{where}: only [a-z0-9._-] or ORG/NAME is allowed; give it another name")
+        raise ConfigurationError(f"{source}: only [a-z0-9._-] or ORG/NAME is allowed; give it another name")
     if len(name) > MOST_NAME:
-        raise ConfigurationError(f"{where}: {len(name)} characters, at most {MOST_NAME} are allowed; shorten it")
+        raise ConfigurationError(f"{source}: {len(name)} characters, at most {MOST_NAME} are allowed; shorten it")
     if not isinstance(fields, dict):
-        raise ConfigurationError(f"{where}: has no fields; give at least its source")
+        raise ConfigurationError(f"{source}: has no fields; give at least its source")
     try:
         entry = ModelEntry.model_validate({**fields, "name": name})
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))[:100] or "fields"
         shown = "" if first["type"] == "missing" else f", got {str(first.get('input'))[:100]!r}"
-        raise ConfigurationError(f"{where}: {field}: {first['msg']}{shown}; see docs/several-models.md") from None
+        raise ConfigurationError(f"{source}: {field}: {first['msg']}{shown}; see docs/several-models.md") from None
     if not entry.source.isprintable():
-        raise ConfigurationError(f"{where}: source: {entry.source[:100]!r} is no path; use printable characters")
+        raise ConfigurationError(f"{source}: source: {entry.source[:100]!r} is no path; use printable characters")
     beside = path.absolute().parent / entry.source
     try:
         beside.stat()
@@ -180,7 +180,7 @@ def _entry(path: Path, name: str, fields: Any) -> ModelEntry:
         if parse_name(entry.source) is not None:
             return entry
     except OSError as error:
-        raise ConfigurationError(f"{where}: source: {entry.source[:100]!r}: {error.strerror}; check it") from None
+        raise ConfigurationError(f"{source}: source: {entry.source[:100]!r}: {error.strerror}; check it") from None
     return entry.model_copy(update={"source": str(beside)})
 
 

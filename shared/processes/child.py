@@ -17,7 +17,7 @@ WATCH_S = 0.2
 
 def main() -> None:
     supervisor, command = int(sys.argv[1]), sys.argv[2:]
-    guarded = command[0] == "--guard"
+    is_guarded = command[0] == "--guard"
     # These two are passed on to services, some of which handle them; until then they must end none.
     for number in (signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -25,8 +25,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    if guarded or not sys.platform.startswith("linux"):
-        guard(supervisor, command[1:] if guarded else command)
+    if is_guarded or not sys.platform.startswith("linux"):
+        guard(supervisor, command[1:] if is_guarded else command)
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

@@ -95,13 +95,13 @@ class Jail:
         if self.connection is not None and self.pid is not None:
             return self.connection
         self._end()
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_end, child_end = socket.socketpair()
+        with child_end:
             # No environment: no key or password of the service's is within reach.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module], stdin=theirs.fileno(), cwd=_ROOT, env={}
+                [sys.executable, "-m", self._module], stdin=child_end.fileno(), cwd=_ROOT, env={}
             )
-        self.connection = Connection(ours.detach())
+        self.connection = Connection(own_end.detach())
         _set_timeout(self.connection, self._timeout_s)
         self._end = weakref.finalize(self, _stop, self._process, self.connection)
         self.connection.send_bytes(self._first_message)

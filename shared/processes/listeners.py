@@ -52,15 +52,15 @@ def _inherit(name: str) -> socket.socket | None:
     if not descriptor:
         return None
     try:
-        held = socket.socket(fileno=int(descriptor))
-        listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        inherited_socket = socket.socket(fileno=int(descriptor))
+        listens = inherited_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{SOCKETS}: {name}={descriptor}: {error}; unset it to open the port anew") from error
     if not listens:
-        held.detach()
+        inherited_socket.detach()
         raise ConfigurationError(f"{SOCKETS}: {name}={descriptor}: does not listen; unset it to open the port anew")
-    held.setblocking(False)
-    return held
+    inherited_socket.setblocking(False)
+    return inherited_socket
 
 
 def _bind(host: str, port: int, name: str, listens: bool) -> socket.socket:

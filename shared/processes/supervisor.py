@@ -121,15 +121,15 @@ class Service:
         if self.spec.probe:
             self.spec.probe.arm()
         wrapper = [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid()), *(["--guard"] if guard else [])]
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             log: IO[bytes] | None = None
             if self.log is not None:
-                log = held.enter_context(self.log.open("ab"))
+                log = stack.enter_context(self.log.open("ab"))
                 self._log_start = log.tell()
             env = {**os.environ, **handed_on(self.spec.sockets), **self.spec.env}
             pass_fds = [each.fileno() for each in self.spec.sockets.values()]
             if self.spec.start_s:
-                beats = self._open_pipe(held)
+                beats = self._open_pipe(stack)
                 env[BEATS_FD] = str(beats)
                 pass_fds.append(beats)
             self.process = subprocess.Popen(
@@ -381,8 +381,8 @@ class Supervisor:
 
     def _start_if_due(self, service: Service, now: float) -> None:
         first = service.state == "waiting" and all(self._by_name[name].ever_ready for name in service.spec.after)
-        again = service.state == "backoff" and now >= service.start_at
-        if not (first or again):
+        is_restart = service.state == "backoff" and now >= service.start_at
+        if not (first or is_restart):
             return
         try:
             service.start(guard=self._guard)
@@ -390,7 +390,7 @@ class Supervisor:
             self.restart(service, f"cannot be started ({error})", now)
             return
         self.on_change()
-        if again:
+        if is_restart:
             self.say(f"{service.name} restarted (pid {service.pid})")
 
     def _probe(self, service: Service, now: float) -> None:

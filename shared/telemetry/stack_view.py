@@ -79,13 +79,13 @@ class StackReader:
             pipe.hgetall(keys.replicas(shard))
         for role, member in alive:
             pipe.get(keys.alive(role, member))
-        (seconds, micros), memory, cpu, queue, events, dead, dead_rows, seen, *rest = await pipe.execute()
+        (seconds, micros), memory, cpu, queue, events, dead, dead_rows, members, *rest = await pipe.execute()
         is_placed, placement, *rest = rest
-        placed = read_placements({b"": placement}).get("") if is_placed and placement else None
+        own_placement = read_placements({b"": placement}).get("") if is_placed and placement else None
         per_shard, beats = rest[: 4 * len(shards)], rest[4 * len(shards) :]
         rows = list(zip(shards, *(per_shard[at::4] for at in range(4)), strict=True))
-        self._shards = {shard for shard, led, stats, *_ in rows if led or stats}
-        beating = {each: beat for each, beat in zip(alive, beats, strict=True) if beat is not None}
+        self._shards = {shard for shard, lease, stats, *_ in rows if lease or stats}
+        heartbeats = {each: beat for each, beat in zip(alive, beats, strict=True) if beat is not None}
         now_ms = seconds * 1000 + micros // 1000
         return {
             "model": keys.model,
@@ -99,23 +99,25 @@ class StackReader:
             "queue": _values(queue),
             "shards": {
                 shard: {
-                    "led": bool(led),
+                    "led": bool(lease),
                     "stats": _values(stats),
                     "iterations": _columns(columns),
                     "replicas": self._replicas(shard, replicas),
                 }
-                for shard, led, stats, columns, replicas in rows
-                if led or stats
+                for shard, lease, stats, columns, replicas in rows
+                if lease or stats
             },
-            "workers": await self._workers(seen, beating, now_ms),
-            "gateways": [{"id": name, "active": _value(b)} for (role, name), b in beating.items() if role == "gateway"],
+            "workers": await self._workers(members, heartbeats, now_ms),
+            "gateways": [
+                {"id": name, "active": _value(b)} for (role, name), b in heartbeats.items() if role == "gateway"
+            ],
             "schedulers": [
-                {"id": name, "last_step": _value(b)} for (role, name), b in beating.items() if role == "scheduler"
+                {"id": name, "last_step": _value(b)} for (role, name), b in heartbeats.items() if role == "scheduler"
             ],
             "events": [{"id": _text(entry), **_values(fields)} for entry, fields in events],
             "dead": [{"id": _text(entry), **_values(fields)} for entry, fields in dead],
             "dead_rows": dead_rows,
-            **({"awake": placed.awake} if placed is not None else {}),
+            **({"awake": own_placement.awake} if own_placement is not None else {}),
         }
 
     def _redis_cpu_pct(self, cpu_s: float, now_ms: int) -> float:

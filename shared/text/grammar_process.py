@@ -207,7 +207,7 @@ class Followed:
             self._guess_deadline_s = time.process_time() + LOOK_AHEAD_S
             grammar = self._matchers[key][0]
             masks = [self._advance(key, tokens[:count])]
-            forced = self._look_ahead(key, tokens[count:], masks)
+            forced_tokens = self._look_ahead(key, tokens[count:], masks)
         except BaseException:
             self._leave(key)
             raise
@@ -217,7 +217,7 @@ class Followed:
         self._keep_within()
         if key not in self._matchers:
             raise GrammarEndedError(self._end_reasons.pop(key))
-        counts, ids = [len(some) for some in forced], [token for some in forced for token in some]
+        counts, ids = [len(some) for some in forced_tokens], [token for some in forced_tokens for token in some]
         return COUNT.pack(len(masks)) + np.array(counts + ids, "<i4").tobytes() + b"".join(masks)
 
     def _leave(self, key: int) -> None:
@@ -243,19 +243,19 @@ class Followed:
         if self._allocated_bytes() <= self._kept_bytes:
             return
         self._forget_sizes()
-        while self._sizes and (used := self._allocated_bytes()) > self._kept_bytes:
+        while self._sizes and (total := self._allocated_bytes()) > self._kept_bytes:
             followed = {grammar for grammar, _, _ in self._matchers.values()}
             unused = self._sizes.keys() - followed
             largest = max(unused or followed & self._sizes.keys(), key=self._sizes.__getitem__)
             size = self._sizes.pop(largest)
-            why = (
-                f"it takes {size / MIB:.1f} MiB, the most of all grammars; together they take {used / MIB:.1f} MiB, "
+            reason = (
+                f"it takes {size / MIB:.1f} MiB, the most of all grammars; together they take {total / MIB:.1f} MiB, "
                 f"the limit is {self._kept_bytes / MIB:.1f}"
             )
             self._grammars.forget(largest)
             for key in [key for key, (grammar, _, _) in self._matchers.items() if grammar == largest]:
                 del self._matchers[key]
-                self._end_reasons[key] = why
+                self._end_reasons[key] = reason
         self._trim()
 
     def _advance(self, key: int, outputs: list[int]) -> bytes:
@@ -277,20 +277,20 @@ class Followed:
         Return the tokens that are forced at the place of each mask: at the last one, with the time that is left. Before
         it, a mask with a forced token allows no other, so the guess was this token.
         """
-        forced: list[list[int]] = [[]]
+        forced_tokens: list[list[int]] = [[]]
         if not guesses and not _allows_one(masks[0]):
-            return forced
+            return forced_tokens
         matcher = self._matchers[key][1].deep_copy()
         for guess in guesses[: MOST_ANSWER_BYTES // (len(masks[0]) + 4 * MOST_FORCED) - 2]:
             if matcher.is_stopped() or not allows(masks[-1], guess) or time.process_time() > self._guess_deadline_s:
                 break
             if not (mask := self._mask(matcher, [guess])):
-                return forced  # what failed is met again when the guess has come true
+                return forced_tokens  # what failed is met again when the guess has come true
             masks.append(mask)
-            forced.append([])
+            forced_tokens.append([])
         if _allows_one(masks[-1]) and not matcher.is_stopped() and time.process_time() <= self._guess_deadline_s:
-            forced[-1] = matcher.compute_ff_tokens()[:MOST_FORCED]  # of the text that the mask was computed with
-        return forced
+            forced_tokens[-1] = matcher.compute_ff_tokens()[:MOST_FORCED]  # of the text that the mask was computed with
+        return forced_tokens
 
     def _mask(self, matcher: LLMatcher, tokens: list[int]) -> bytes:
         """Return the mask behind further tokens; empty when the matcher has failed.
@@ -330,14 +330,14 @@ def main() -> int:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process: a handler would wait for llguidance to return
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         settings = json.loads(connection.recv_bytes(1 << 20))
-        followed = Followed(_open(settings), int(KEPT_SHARE * settings["bytes"]))
+        grammars = Followed(_open(settings), int(KEPT_SHARE * settings["bytes"]))
         yield_to_others(settings["yields_to_all"])
         confine(settings["bytes"])
         while True:
             question = connection.recv_bytes(MOST_QUESTION_BYTES)
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
             began = time.process_time()
-            answer = reply_to(followed, question)
+            answer = reply_to(grammars, question)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(SPENT.pack(time.process_time() - began) + answer)
     return 0

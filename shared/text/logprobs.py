@@ -73,12 +73,12 @@ def unpack_records(records: bytes, logprob_count: int) -> list[TokenLogprobs]:
     if not records:
         return []
     rows = np.frombuffer(records, np.uint8).reshape(-1, record_bytes(logprob_count))
-    sampled: Float32 = rows[:, :4].copy().view("<f4")[:, 0]
+    sampled_logprobs: Float32 = rows[:, :4].copy().view("<f4")[:, 0]
     ids: Int32 = rows[:, 4 : 4 * logprob_count].copy().view("<i4")
     best: Float32 = rows[:, 4 * logprob_count :].copy().view("<f4")
     return [
         TokenLogprobs(logprob, [pair for pair in zip(row, values, strict=True) if pair[0] >= 0])
-        for logprob, row, values in zip(sampled.tolist(), ids.tolist(), best.tolist(), strict=True)
+        for logprob, row, values in zip(sampled_logprobs.tolist(), ids.tolist(), best.tolist(), strict=True)
     ]
 
 

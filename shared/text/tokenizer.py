@@ -285,7 +285,7 @@ def check_tokenizer(data: bytes) -> tuple[str, int, bool]:
         raise ValueError(f"JSON: about {values} values, at most {MOST_VALUES}; choose another model")
     try:
         source = json.loads(data, parse_constant=_refuse_constant)
-        checked = _text(source)  # from values: another parser may take another one of two equal keys
+        text = _text(source)  # from values: another parser may take another one of two equal keys
     except (ValueError, RecursionError) as error:
         raise ValueError(f"cannot be read as JSON: {error}; save the tokenizer again") from error
     if not isinstance(source, dict):
@@ -297,7 +297,7 @@ def check_tokenizer(data: bytes) -> tuple[str, int, bool]:
     _check_growth(max(growth, key=lambda part: growth[part]), whole, MOST_GROWTH)
     _check_model(source.get("model"))
     _check_added(source.get("added_tokens"), whole)
-    return checked, whole, regexes <= KNOWN_REGEXES
+    return text, whole, regexes <= KNOWN_REGEXES
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -130,30 +130,30 @@ def _create(
         for line in _lines(body, most_bytes):
             upload.write(line)
         upload.close()
-        stored = files.commit(tenant, upload, "messages.jsonl", "batch")
+        file = files.commit(tenant, upload, "messages.jsonl", "batch")
     finally:
         upload.discard()
     now = int(time.time())
     order = BatchOrder(
-        id=new_id("batch_"), tenant=tenant, key=key, endpoint=MESSAGES, input_file_id=stored.id,
+        id=new_id("batch_"), tenant=tenant, key=key, endpoint=MESSAGES, input_file_id=file.id,
         completion_window=f"{WINDOW_H}h", created_at=now, expires_at=now + 3600 * WINDOW_H,
         requests=len(body.requests),
     )  # fmt: skip
     try:
         return batches.create(order)
     except BaseException:
-        files.delete(tenant, stored.id)
+        files.delete(tenant, file.id)
         raise
 
 
 def _lines(body: MessageBatchBody, most_bytes: int) -> Iterator[bytes]:
     """Yield the line of each request. Raise ApiError for what would make the whole batch fail."""
-    known: set[str] = set()
+    known_ids: set[str] = set()
     for index, each in enumerate(body.requests):
         place = f"requests[{index}]"
-        if each.custom_id in known:
+        if each.custom_id in known_ids:
             raise invalid("requests", f"{place}.custom_id {each.custom_id!r} occurs twice; make it unique")
-        known.add(each.custom_id)
+        known_ids.add(each.custom_id)
         for name, neutral in (("stream", False), ("background", False), ("priority", "low")):
             if (value := each.params.get(name)) not in (None, neutral):
                 raise invalid("requests", f"{place}.params.{name} is {quote(value)}; leave it out in a batch")
@@ -181,18 +181,18 @@ def _page(batches: BatchStore, tenant: str, limit: int, after_id: str | None, be
     if after_id and before_id:
         raise invalid("before_id", "before_id and after_id exclude each other; send one of them")
     read = (batches.get(tenant, batch_id) for batch_id in reversed(batches.ids(tenant)))
-    listed = [batch for batch in read if batch is not None and batch.order.endpoint == MESSAGES]
+    batches_of_api = [batch for batch in read if batch is not None and batch.order.endpoint == MESSAGES]
     begin, end = 0, limit
     if name := after_id or before_id:
         field = "after_id" if after_id else "before_id"
-        at = next((index for index, batch in enumerate(listed) if batch.order.id == name), None)
+        at = next((index for index, batch in enumerate(batches_of_api) if batch.order.id == name), None)
         if at is None:
             raise invalid(field, f"{field} {quote(name)} is not in this list; leave it out")
         begin, end = (at + 1, at + 1 + limit) if after_id else (max(0, at - limit), at)
-    chosen = [_body(batch) for batch in listed[begin:end]]
+    chosen = [_body(batch) for batch in batches_of_api[begin:end]]
     return {
         "data": chosen,
-        "has_more": begin > 0 if before_id else end < len(listed),
+        "has_more": begin > 0 if before_id else end < len(batches_of_api),
         "first_id": chosen[0]["id"] if chosen else None,
         "last_id": chosen[-1]["id"] if chosen else None,
     }
@@ -255,12 +255,12 @@ def _results(batches: BatchStore, files: FileStore, tenant: str, batch_id: str) 
 
 def _result_lines(batch: Batch, outputs: list[BinaryIO], inputs: list[BinaryIO]) -> Iterator[bytes]:
     """Yield the answers of a batch, then one line for each request without one."""
-    known: set[str] = set()
+    known_ids: set[str] = set()
     for file in outputs:
         with file:
             for text in file:
                 row = orjson.loads(text)
-                known.add(row["custom_id"])
+                known_ids.add(row["custom_id"])
                 yield orjson.dumps({"custom_id": row["custom_id"], "result": _result(row)}) + b"\n"
     rest: dict[str, Any] = {"type": _REST.get(batch.status, "errored")}
     if rest["type"] == "errored":
@@ -271,7 +271,7 @@ def _result_lines(batch: Batch, outputs: list[BinaryIO], inputs: list[BinaryIO])
     for file in inputs:
         with file:
             for text in file:
-                if (custom_id := orjson.loads(text)["custom_id"]) not in known:
+                if (custom_id := orjson.loads(text)["custom_id"]) not in known_ids:
                     yield orjson.dumps({"custom_id": custom_id, "result": rest}) + b"\n"
 
 

@@ -106,12 +106,12 @@ class BatchDriver:
         of a tenant with at least two more than another is left for a batch of that one: batches may run for days.
         """
         app = self.app
-        unfinished = await self.files.in_thread(self.batches.find_unfinished)
+        open_batches = await self.files.in_thread(self.batches.find_unfinished)
         now = time.monotonic()
         self._pauses = {batch: until for batch, until in self._pauses.items() if until > now}
         turns: Counter[str] = Counter(batch.owner for batch in self._tasks)
         ranked = []
-        for batch in unfinished:
+        for batch in open_batches:
             if batch not in self._tasks:
                 ranked.append((turns[batch.owner], batch))
                 turns[batch.owner] += 1
@@ -153,12 +153,12 @@ class BatchDriver:
             app, self.files, self.batches, self._keyring.caller, self._cancel, self._slots, settings.batch_requests,
             settings.max_body_bytes, self._metrics,
         )  # fmt: skip
-        keeping = asyncio.create_task(self._keep(batch, epoch))
-        running = asyncio.create_task(Run(means, batch, order, epoch).run())
+        keep_task = asyncio.create_task(self._keep(batch, epoch))
+        run_task = asyncio.create_task(Run(means, batch, order, epoch).run())
         try:
-            await asyncio.wait({keeping, running}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()
+            await asyncio.wait({keep_task, run_task}, return_when=asyncio.FIRST_COMPLETED)
+            if run_task.done():
+                run_task.result()
         except Outdated:
             log.info("batch %s: another gateway goes on with it", batch.id)
             last = await self.files.in_thread(self.batches.epoch, batch)
@@ -170,7 +170,7 @@ class BatchDriver:
             log.exception("batch %s was left for %.0f s", batch.id, PAUSE_S)
             self._pause(batch)
         finally:
-            await end(keeping, running)
+            await end(keep_task, run_task)
             try:
                 await self._run(batch, "release", epoch)
             except (*Unreachable, RedisError) as error:

@@ -332,13 +332,13 @@ def _lock(lock: int) -> None:
 
 def used_bytes(folder: Path) -> int:
     """Return the bytes of all files below a folder, each once however many names it has."""
-    seen: dict[int, int] = {}
+    bytes_of: dict[int, int] = {}
     for place, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 status = os.lstat(os.path.join(place, name))
-                seen[status.st_ino] = status.st_size
-    return sum(seen.values())
+                bytes_of[status.st_ino] = status.st_size
+    return sum(bytes_of.values())
 
 
 def _age_s(path: Path, now: float) -> float:

@@ -110,7 +110,7 @@ def write_outputs(folder: Path, rows: dict[int, Row], parts: tuple[Path, Path]) 
     """Write the lines of good and of failed requests into two files, in the order of the input; return how many each
     has, and how many of the failed ones have expired.
     """
-    counts, expired = [0, 0], 0
+    counts, expired_count = [0, 0], 0
     journals = {epoch: open_plain(folder / journal_name(epoch)) for epoch in {row.epoch for row in rows.values()}}
     try:
         with create(parts[0]) as good, create(parts[1]) as bad:
@@ -121,10 +121,10 @@ def write_outputs(folder: Path, rows: dict[int, Row], parts: tuple[Path, Path]) 
                     raise OSError(f"{folder.name}: row of line {number} is cut; {len(text)} of {row.bytes} bytes")
                 (bad if row.is_failed else good).write(text)
                 counts[row.is_failed] += 1
-                expired += row.is_failed and EXPIRED_MARK in text
+                expired_count += row.is_failed and EXPIRED_MARK in text
             flush(good)
             flush(bad)
     finally:
         for journal in journals.values():
             journal.close()
-    return counts[0], counts[1], expired
+    return counts[0], counts[1], expired_count

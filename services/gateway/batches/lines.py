@@ -43,7 +43,7 @@ class InputLines:
         most_bytes: of one line, as of the body of a request.
         """
         problems: list[dict[str, Any]] = []
-        known: set[str] = set()
+        ids: set[str] = set()
         self._endpoint = endpoint
         number = 0
         while len(problems) < MAX_PROBLEMS and (text := self._file.readline(most_bytes + 2)):
@@ -54,7 +54,7 @@ class InputLines:
                         "too_many_lines", f"more than {2 * MAX_LINES} lines with the empty ones; split the file"
                     )
                 if text.strip():
-                    self._check_line(text, endpoint, most_bytes, known)
+                    self._check_line(text, endpoint, most_bytes, ids)
             except LineError as error:
                 problem = {"code": error.code, "message": str(error), "param": error.param, "line": number}
                 problems.append(problem)

@@ -150,18 +150,18 @@ class BatchStore:
                 text = "files: their quota of bytes is used up; delete files that are not needed"
                 raise ApiError(413, text, code="file_quota_exceeded")
             self._make_room(order.tenant, folder)
-            made = folder / f".new-{order.id}"
-            made.mkdir(mode=0o700)
+            new_folder = folder / f".new-{order.id}"
+            new_folder.mkdir(mode=0o700)
             try:
-                os.link(source, made / "input", follow_symlinks=False)
-                write_whole(made / "batch.json", orjson.dumps(order))
+                os.link(source, new_folder / "input", follow_symlinks=False)
+                write_whole(new_folder / "batch.json", orjson.dumps(order))
                 marker = self._marker(OpenBatch(order.created_at, owner, order.id))
                 marker.parent.mkdir(mode=0o700, exist_ok=True)
                 create(marker).close()
                 flush_folder(marker.parent)
-                made.rename(folder / order.id)
+                new_folder.rename(folder / order.id)
             except BaseException:
-                shutil.rmtree(made, ignore_errors=True)
+                shutil.rmtree(new_folder, ignore_errors=True)
                 raise
             flush_folder(folder)
         return Batch(order, BatchState(), None)
@@ -220,12 +220,12 @@ class BatchStore:
 
     def order(self, batch: OpenBatch) -> BatchOrder | None:
         """Return what was ordered; None, and no marker any more, where there is no such batch."""
-        stored = self._read(self.folder(batch.owner, batch.id))
-        if stored is not None and stored.state.status not in ENDED:
-            return stored.order
+        stored_batch = self._read(self.folder(batch.owner, batch.id))
+        if stored_batch is not None and stored_batch.state.status not in ENDED:
+            return stored_batch.order
         marker = self._marker(batch)
-        if stored is not None:
-            self._forget(batch, stored.state.epoch)
+        if stored_batch is not None:
+            self._forget(batch, stored_batch.state.epoch)
         elif marker.exists() and time.time() - marker.stat().st_mtime > STALE_S:
             marker.unlink(missing_ok=True)
         return None
@@ -245,13 +245,13 @@ class BatchStore:
             sealed = list(before.sealed)
             if before.epoch and (whole := whole_bytes(folder, before.epoch)):
                 sealed.append((before.epoch, whole))
-            begun = replace(before, epoch=epoch, sealed=sealed)
-            self._put(folder, begun)
+            new_state = replace(before, epoch=epoch, sealed=sealed)
+            self._put(folder, new_state)
             kept = {_state_name(epoch), *(journal_name(each) for each, _ in sealed)}
             for path in folder.iterdir():
                 if path.name not in kept and EPOCHAL.match(path.name):
                     path.unlink(missing_ok=True)
-        return begun
+        return new_state
 
     def write(self, batch: OpenBatch, state: BatchState, first: Callable[[], None] | None = None) -> None:
         """Write the next state of an epoch. first: called while no other epoch can begin. Raise Outdated."""

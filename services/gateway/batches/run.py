@@ -116,14 +116,16 @@ class Run:
                 failed = self._state.move("failed", time.time(), errors=problems)
                 await self._means.files.in_thread(batches.close, self._batch, failed)
                 return
-            counted = await self._means.files.in_thread(rows, self._folder, self._state.sealed, self._epoch)
-            bad = sum(row.is_failed for row in counted.values())
-            usage = _total(counted)
-            self._state = replace(self._state, total=len(lines), completed=len(counted) - bad, failed=bad, usage=usage)
+            counted_rows = await self._means.files.in_thread(rows, self._folder, self._state.sealed, self._epoch)
+            bad = sum(row.is_failed for row in counted_rows.values())
+            usage = _total(counted_rows)
+            self._state = replace(
+                self._state, total=len(lines), completed=len(counted_rows) - bad, failed=bad, usage=usage
+            )
             if self._state.status == "validating":
                 self._state = self._state.move("in_progress", time.time())
             await self._write()
-            todo = [number for number in await self._means.files.in_thread(lines.order) if number not in counted]
+            todo = [number for number in await self._means.files.in_thread(lines.order) if number not in counted_rows]
             writer = Writer(self._means.files, journal)
             ending = await self._answer(lines, todo, writer)
             await self._finish(ending, lines, journal)
@@ -151,25 +153,25 @@ class Run:
 
     async def _answer(self, lines: InputLines, todo: list[int], writer: Writer) -> str:
         """Answer lines until all are, or the batch has to end; return the status that it ends with."""
-        if todo and (ending := await self._must_end()):
-            return ending
-        answering = asyncio.create_task(self._send(lines, todo, writer))
-        watching = asyncio.create_task(self._watch())
-        ending = "completed"
+        if todo and (end_status := await self._must_end()):
+            return end_status
+        send_task = asyncio.create_task(self._send(lines, todo, writer))
+        watch_task = asyncio.create_task(self._watch())
+        end_status = "completed"
         try:
-            await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                ending = watching.result()
+            await asyncio.wait({send_task, watch_task}, return_when=asyncio.FIRST_COMPLETED)
+            if watch_task.done():
+                end_status = watch_task.result()
             else:
-                answering.result()
+                send_task.result()
         except KeyGone:
-            ending = self._fails("invalid_api_key", GONE)
+            end_status = self._fails("invalid_api_key", GONE)
         finally:
-            await end(answering, watching)
+            await end(send_task, watch_task)
             await writer.close()
-        if ending != "completed":
+        if end_status != "completed":
             await self._cancel_running()
-        return ending
+        return end_status
 
     async def _send(self, lines: InputLines, todo: list[int], writer: Writer) -> None:
         """Answer all lines that are to do, several at a time. Raise the first error."""
@@ -190,13 +192,13 @@ class Run:
     async def _watch(self) -> str:
         """Return the status that the batch ends with as soon as it has to."""
         written, rounds = self._state, 0
-        while not (ending := await self._must_end(counts_bytes=rounds % ROOM_ROUNDS == 0)):
+        while not (end_status := await self._must_end(counts_bytes=rounds % ROOM_ROUNDS == 0)):
             if self._state != written:
                 written = self._state
                 await self._write()
             await asyncio.sleep(WATCH_S)
             rounds += 1
-        return ending
+        return end_status
 
     async def _must_end(self, counts_bytes: bool = False) -> str:
         """Return the status that the batch has to end with before all is answered; empty while it may go on."""
@@ -345,15 +347,15 @@ class Run:
 
     def _publish(self, status: str) -> BatchState:
         """Make files of the journals and close the batch; blocks."""
-        counted = rows(self._folder, self._state.sealed, self._epoch)
+        counted_rows = rows(self._folder, self._state.sealed, self._epoch)
         parts = self._folder / f".good-{self._epoch}", self._folder / f".bad-{self._epoch}"
         for part in parts:
             part.unlink(missing_ok=True)
-        *counts, expired = write_outputs(self._folder, counted, parts)
+        *counts, expired = write_outputs(self._folder, counted_rows, parts)
         ids = [file_id if count else None for file_id, count in zip(self._state.outputs, counts, strict=True)]
         last = self._state.move(
             status, time.time(), completed=counts[0], failed=counts[1], expired=expired,
-            usage=_total(counted), output_file_id=ids[0], error_file_id=ids[1],
+            usage=_total(counted_rows), output_file_id=ids[0], error_file_id=ids[1],
         )  # fmt: skip
 
         def publish() -> None:
@@ -395,17 +397,17 @@ class Writer:
 
     async def _write(self) -> None:
         while self._rows:
-            taken, self._rows = self._rows, []
+            batch, self._rows = self._rows, []
             try:
-                await self._files.in_thread(self._journal.append, [row for row, _ in taken])
+                await self._files.in_thread(self._journal.append, [row for row, _ in batch])
             except OSError as error:
                 failure: OSError | None = error
             else:
                 failure = None
-            for _, done in taken:
-                if done.done():
+            for _, future in batch:
+                if future.done():
                     continue  # its sender was cancelled; the row counts
                 if failure is None:
-                    done.set_result(None)
+                    future.set_result(None)
                 else:
-                    done.set_exception(failure)
+                    future.set_exception(failure)

@@ -108,12 +108,12 @@ class _Events(Response):
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.create_task(self._write(send))
+        write_task = asyncio.create_task(self._write(send))
         leaving = asyncio.create_task(until_disconnect(receive))
         try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({write_task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await end(writing, leaving)
+            await end(write_task, leaving)
             await self._feed.leave(self._viewer)
 
     async def _write(self, send: Send) -> None:

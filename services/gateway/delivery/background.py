@@ -168,14 +168,14 @@ class OrphanAdopter:
         members = self._letters.read_all(key, sample, text)
         attended = {*background.request_ids, *background.readerless, *self._streams}
         names = {*members, *background.end_counts, *self._unread} - attended
-        waiting, unread = set[str](), set[str]()
+        waiting_ids, unread = set[str](), set[str]()
         if names:
             rows = {name: background.end_counts.get(name, -1) for name in names}
-            waiting, unread = await self._forget(self._gateway_id, rows)
+            waiting_ids, unread = await self._forget(self._gateway_id, rows)
         again = unread & self._unread
         background.readerless |= again - background.unreadable.keys()
         self._unread = unread - again
-        for name in again | (names - waiting - unread):
+        for name in again | (names - waiting_ids - unread):
             background.end_counts.pop(name, None)
 
     async def _look_for_orphans(self) -> None:
@@ -200,7 +200,7 @@ class OrphanAdopter:
         if not sample:
             await self._redis.srem(self._keys.background, gateway)
             return
-        names, adopted = self._letters.read_all(key, sample, text), set[str]()
+        names, adopted_ids = self._letters.read_all(key, sample, text), set[str]()
         for request_id in names:
             if request_id in self._background.unreadable:
                 continue
@@ -208,13 +208,13 @@ class OrphanAdopter:
             if not await self._redis.set(claim, self._gateway_id, nx=True, px=ADOPTING_MS):
                 continue
             if await self._try_adopt(request_id, gateway):
-                adopted.add(request_id)
+                adopted_ids.add(request_id)
             elif request_id in self._background.unreadable:
                 await self._redis.delete(claim)
         if names:
-            await self._forget(gateway, {name: 0 if name in adopted else -1 for name in names})
-        if adopted:
-            log.info("adopted %d background requests of gateway %s, which has died", len(adopted), gateway)
+            await self._forget(gateway, {name: 0 if name in adopted_ids else -1 for name in names})
+        if adopted_ids:
+            log.info("adopted %d background requests of gateway %s, which has died", len(adopted_ids), gateway)
 
     async def _forget(self, gateway: str, names: dict[str, int]) -> tuple[set[str], set[str]]:
         """Take requests out of a gateway's set, with what forget.lua has to know of each. Return those that stay."""

@@ -308,18 +308,18 @@ class Dispatcher:
         """
         self._is_stopping = True
         if self._tasks and not self._cluster.redis_error:
-            flushed = asyncio.Event()
+            on_flush = asyncio.Event()
 
             async def last() -> None:
                 if self._jobs or self._backlog or self._unread:
                     self.submit(last)
                 else:
-                    flushed.set()
+                    on_flush.set()
 
             self.submit(last)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_S):
-                    await flushed.wait()
+                    await on_flush.wait()
         tasks, self._tasks = self._tasks, []
         await end(*tasks)
         while self._backlog:
@@ -683,14 +683,14 @@ class Dispatcher:
 
     def _forget(self, stream: RequestStream) -> bool:
         """Drop a stream. Return False if another one has taken its place."""
-        mine = self._streams.get(stream.request_id, stream) is stream
-        if mine:
+        is_current = self._streams.get(stream.request_id, stream) is stream
+        if is_current:
             if self._streams.pop(stream.request_id, None) and stream.client:
                 self._clients[stream.client] -= 1
                 if not self._clients[stream.client]:
                     del self._clients[stream.client]
             self._cluster.active = len(self._streams)
-        return mine
+        return is_current
 
     # The reading task
 
@@ -752,16 +752,16 @@ class Dispatcher:
         self._cached_tokens.append((request_id, row.choice, row.cached_tokens))
 
     async def _write_cached(self) -> None:
-        taken, self._cached_tokens = self._cached_tokens, []
+        batch, self._cached_tokens = self._cached_tokens, []
         pipe: Any = self._redis.pipeline(transaction=False)
-        for request_id, choice, cached in taken:
+        for request_id, choice, cached in batch:
             key = self._keys.req(request_id)
             pipe.hset(key, f"cached:{choice}", cached)
             pipe.pexpire(key, KEPT_TTL_MS, nx=True)  # of no effect but on a record that had expired
         try:
             await pipe.execute(raise_on_error=False)
         except (*Unreachable, RedisError) as error:
-            log.warning("cached tokens of %d requests not written: %s", len(taken), error)
+            log.warning("cached tokens of %d requests not written: %s", len(batch), error)
 
     def _settle(self, stream: RequestStream, row: Row, first: int, outcome: Offer) -> None:
         if outcome is Offer.DUPLICATE:
@@ -808,8 +808,8 @@ class Dispatcher:
 
     async def _read_batch(self) -> None:
         """Read the next records by one call, and give each request what it lacks."""
-        taken = [self._unread.pop(name) for name in list(self._unread)[:ROUND]]
-        streams = [one for one in taken if self._streams.get(one.request_id) is one]
+        batch = [self._unread.pop(name) for name in list(self._unread)[:ROUND]]
+        streams = [one for one in batch if self._streams.get(one.request_id) is one]
         try:
             for stream, found in zip(streams, await _read_missing(self._redis, self._keys, streams), strict=True):
                 if isinstance(found, Exception):
@@ -819,7 +819,7 @@ class Dispatcher:
         except (*Unreachable, RedisError) as error:
             log.warning("records of %d requests not read: %s", len(streams), error)
         finally:
-            for stream in taken:
+            for stream in batch:
                 stream.is_refilling = False
 
     def _take_record(self, stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
@@ -832,7 +832,7 @@ class Dispatcher:
             return
         try:
             self._check_outputs(stream, rows)
-            ended = self.decode(stream.request_id, record, lambda found: ends(found, stream.choices, rows))
+            end_rows = self.decode(stream.request_id, record, lambda found: ends(found, stream.choices, rows))
             self.decode(stream.request_id, record, lambda found: (lacks_tokens(stream, found),))
             self.decode(stream.request_id, record, lambda found: take_cached(stream, found))
         except ApiError as error:
@@ -847,7 +847,7 @@ class Dispatcher:
         if lacks_tokens(stream, record):
             stream.fail(broken_record())
             return
-        for row in ended:
+        for row in end_rows:
             # Rows of these that the stream still has are late now.
             at = stream.received_tokens[row.choice]
             self._settle(stream, row, at, stream.offer(row, at))
@@ -882,19 +882,19 @@ async def _read_missing(redis: Redis, keys: Keys, streams: Sequence[RequestStrea
         return []
     pipe: Any = redis.pipeline(transaction=True)
     before = [list(stream.received_tokens) for stream in streams]
-    for stream, received in zip(streams, before, strict=True):
+    for stream, token_counts in zip(streams, before, strict=True):
         pipe.hgetall(keys.req(stream.request_id))
-        for choice, have in enumerate(received):
+        for choice, have in enumerate(token_counts):
             pipe.getrange(keys.out(stream.request_id, choice), 4 * have, -1)
             if size := stream.record_bytes:
                 pipe.getrange(keys.logprobs(stream.request_id, choice), size * have, -1)
     replies = iter(await pipe.execute(raise_on_error=False))
     records: list[Missing | RedisError] = []
-    for stream, received in zip(streams, before, strict=True):
+    for stream, token_counts in zip(streams, before, strict=True):
         parts = 2 if stream.record_bytes else 1
-        record, *stored = (next(replies) for _ in range(1 + parts * len(received)))
+        record, *stored = (next(replies) for _ in range(1 + parts * len(token_counts)))
         error = next((reply for reply in (record, *stored) if isinstance(reply, RedisError)), None)
-        records.append(error or (record, _rows(stream, received, stored)))
+        records.append(error or (record, _rows(stream, token_counts, stored)))
     return records
 
 

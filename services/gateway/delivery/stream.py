@@ -260,15 +260,15 @@ class RequestStream:
         most = max(1, AT_ONCE // (1 + self.record_bytes // RECORD_BYTES))
         if not self._parts and self._rows and len(self._rows[0].tokens) > most:
             self._parts.extend(_split_row(self._rows.pop(0), most, self.record_bytes))
-        taken = [self._parts.popleft()] if self._parts else []
+        parts = [self._parts.popleft()] if self._parts else []
         if not self._parts:  # rows that have to wait stay where the bound counts them
-            room = most - sum(len(row.tokens) for row in taken)
+            room = most - sum(len(row.tokens) for row in parts)
             ends = itertools.accumulate(len(row.tokens) for row in self._rows)
             fitting = len(list(itertools.takewhile(lambda end: end <= room, ends)))
-            taken += self._rows[:fitting]
+            parts += self._rows[:fitting]
             del self._rows[:fitting]
         self._has_more = bool(self._parts or self._rows)
-        return taken
+        return parts
 
 
 def _split_row(row: Row, max_tokens: int, record_bytes: int) -> Iterator[Row]:
@@ -302,7 +302,7 @@ def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
     if batch.logprobs or batch.logprob_sizes:
         logprobs = split_records(batch.logprobs, unpack(batch.logprob_sizes), len(counts)).tolist()
     drafts = unpack_list(batch.drafts) or [0] * len(counts)
-    finish, errors, cached, offset = batch.finish, dict(batch.errors), dict(batch.cached), 0
+    finish, errors, cached_tokens, offset = batch.finish, dict(batch.errors), dict(batch.cached), 0
     for index, request_id in enumerate(batch.requests):
         end = offset + counts[index]
         error = errors.get(index, "")
@@ -313,7 +313,7 @@ def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
             error,
             logprobs[index],
             drafts[index],
-            cached.get(index, 0),
+            cached_tokens.get(index, 0),
         )
         yield request_id, first[index], row
         offset = end
@@ -542,12 +542,12 @@ class ChoiceText:
         """Return text that can be shown, the tokens that count, and whether a stop string ended the choice here."""
         self.reasoning = ""
         if self._reader is None or self._reader.is_over:
-            text, used, stopped = self._feed(tokens, finish_reason)
+            text, token_count, has_stopped = self._feed(tokens, finish_reason)
         else:
-            text, used, stopped = self._think(self._reader, tokens, finish_reason)
+            text, token_count, has_stopped = self._think(self._reader, tokens, finish_reason)
         if self._tools is not None:
             text = self._read_calls(self._tools, text)
-        return text, used, stopped
+        return text, token_count, has_stopped
 
     def _think(
         self, reader: reasoning.Reader, tokens: list[int], finish_reason: str | None
@@ -555,21 +555,23 @@ class ChoiceText:
         """Return as `feed` the text behind the thinking, which goes to `reasoning`. Thinking is read token by token:
         how many tokens it has does not depend on how many came at once.
         """
-        text, used, stopped = "", 0, False
-        while used < len(tokens) and not (reader.is_over or stopped):
-            is_last = used + 1 == len(tokens)
-            piece, _, stopped = self._feed(tokens[used : used + 1], finish_reason if is_last else None)
-            used += 1
+        text, token_count, has_stopped = "", 0, False
+        while token_count < len(tokens) and not (reader.is_over or has_stopped):
+            is_last = token_count + 1 == len(tokens)
+            piece, _, has_stopped = self._feed(
+                tokens[token_count : token_count + 1], finish_reason if is_last else None
+            )
+            token_count += 1
             text += self._split(reader.feed(piece))
             if reader.has_thought:
                 self.reasoning_tokens = self.count
-        if not stopped and (used < len(tokens) or not tokens):
-            piece, counted, stopped = self._feed(tokens[used:], finish_reason)
-            used += len(counted)
+        if not has_stopped and (token_count < len(tokens) or not tokens):
+            piece, counted, has_stopped = self._feed(tokens[token_count:], finish_reason)
+            token_count += len(counted)
             text += self._split(reader.feed(piece))
         if self.finish_reason is not None:
             text += self._split(reader.flush())
-        return text, tokens[:used], stopped
+        return text, tokens[:token_count], has_stopped
 
     def _split(self, parts: tuple[str, str]) -> str:
         """Keep the thinking of two parts and return the text."""
@@ -591,7 +593,7 @@ class ChoiceText:
 
     def _feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
         text, matcher = "", self._matcher
-        for used, token in enumerate(tokens, 1):
+        for token_count, token in enumerate(tokens, 1):
             self.count += 1
             if self._has_offsets:
                 self.offsets.append(self._length)
@@ -605,7 +607,7 @@ class ChoiceText:
             text += self._match(matcher, piece)
             if matcher.matched_stop is not None:
                 self.finish_reason = "stop"
-                return text, tokens[:used], True
+                return text, tokens[:token_count], True
         if finish_reason is None:
             return text, tokens, False
         self.finish_reason = finish_reason
@@ -707,14 +709,14 @@ class Generation:
         if not spec.prompt_wanted:
             return None
         records = await self._commands.prompt_logprobs(spec.id, len(spec.prompts))
-        found = PromptLogprobs(spec, self._text, records)
+        prompt_logprobs = PromptLogprobs(spec, self._text, records)
         for prompt in range(len(spec.prompts)):
             reasons = [choice.finish_reason for choice in self.choices[prompt * spec.n : (prompt + 1) * spec.n]]
-            if found.has(prompt):
-                found.check(prompt, self._vocab_size)
+            if prompt_logprobs.has(prompt):
+                prompt_logprobs.check(prompt, self._vocab_size)
             elif "deadline" not in reasons:
                 raise broken_record()
-        return found
+        return prompt_logprobs
 
     def end_at(self, end_s: float) -> None:
         """End the request as past its deadline at time.monotonic() `end_s`, unless it has ended: a client that set one
@@ -766,30 +768,30 @@ class Generation:
                 break
             reason = REASONS.get(Finish(row.finish)) if row.finish else None
             skipped = max(0, self._had[row.choice] - choice.count)
-            text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
+            text, tokens, has_stopped = self._feed(row.choice, row.tokens, reason)
             calls, reasoning, parts = choice.calls, choice.reasoning, choice.parts
             self._keep_logprobs(row, skipped, tokens)
-            ended = choice.finish_reason
+            finish_reason = choice.finish_reason
             beyond = self._had[row.choice] - choice.count  # see Position
-            if stopped:
+            if has_stopped:
                 self.stream.end_choice(row.choice)
                 if row.finish != Finish.STOP:  # also when the row has an end: the record has to agree with the client
                     written = self._held_finishes.hold(row.choice) if beyond < 2 else _do_nothing
                     self._commands.stop_choice(self.spec.id, row.choice, choice.count, written)
-                    ended = None
+                    finish_reason = None
             if choice.finish_reason is not None:
                 if beyond >= 1:
                     self.passed_over(Delta(row.choice, text, [], None, calls, reasoning, parts))
                     text, calls, reasoning, parts = "", [], "", []
                 if beyond >= 2:
                     continue
-            held = deltas.setdefault(row.choice, Delta(row.choice, "", [], None))
-            held.text += text
-            held.parts += parts
-            held.calls += calls
-            held.reasoning += reasoning
-            held.token_ids = held.token_ids + tokens
-            held.finish_reason = ended
+            delta = deltas.setdefault(row.choice, Delta(row.choice, "", [], None))
+            delta.text += text
+            delta.parts += parts
+            delta.calls += calls
+            delta.reasoning += reasoning
+            delta.token_ids = delta.token_ids + tokens
+            delta.finish_reason = finish_reason
         for number in self._held_finishes.take():
             reason = self.choices[number].finish_reason
             deltas.setdefault(number, Delta(number, "", [], None)).finish_reason = reason
@@ -805,16 +807,16 @@ class Generation:
     def _feed(self, number: int, tokens: list[int], reason: str | None) -> tuple[str, list[int], bool]:
         """Feed a choice and return only what the client does not have yet."""
         choice = self.choices[number]
-        skipped = max(0, self._had[number] - choice.count)
-        if not skipped:
+        skipped_tokens = max(0, self._had[number] - choice.count)
+        if not skipped_tokens:
             return choice.feed(tokens, reason)
-        skips_all = skipped >= len(tokens)
-        text, _, stopped = choice.feed(tokens[:skipped], None)
+        skips_all = skipped_tokens >= len(tokens)
+        text, _, stopped = choice.feed(tokens[:skipped_tokens], None)
         self.passed_over(Delta(number, text, [], None, choice.calls, choice.reasoning, choice.parts))
         if stopped or (skips_all and reason is None):
             choice.calls, choice.reasoning, choice.parts = [], "", []
             return "", [], stopped
-        return choice.feed(tokens[skipped:], reason)
+        return choice.feed(tokens[skipped_tokens:], reason)
 
     def _keep_logprobs(self, row: Row, skipped_tokens: int, tokens: list[int]) -> None:
         """Keep the log-probabilities of `tokens`, those of the row that count, behind those that the client has."""

@@ -260,19 +260,19 @@ class GrpcFront:
     async def _request(self, call: Call, context: Context) -> Message | Inference:
         """Return the request of a call. Raise ApiError(400, 408, 429, 503)."""
         patience_s = self._gateway.settings.read_timeout_s
-        reading = asyncio.ensure_future(context.read())
+        read_task = asyncio.ensure_future(context.read())
         try:
             async with asyncio.timeout(patience_s):
-                await asyncio.wait([reading], timeout=AT_ONCE_S)
+                await asyncio.wait([read_task], timeout=AT_ONCE_S)
                 with contextlib.ExitStack() as held:
-                    if not reading.done():
+                    if not read_task.done():
                         held.callback(self._gateway.bodies.hold(call.caller, self._longest))
-                    request = await reading
+                    request = await read_task
         except TimeoutError:
             text = f"request incomplete after {patience_s:g} s; send it in less time"
             raise ApiError(408, text, code="request_timeout") from None
         finally:
-            await end(reading)
+            await end(read_task)
         if not isinstance(request, Message | Inference):
             raise invalid(None, "the call ended without a request; send one message", "invalid_value")
         return request
@@ -315,7 +315,7 @@ class GrpcFront:
 
     async def begin(self, request: Inference, call: Call, streams: bool) -> Generation:
         """Return the request, checked and enqueued. Raise ApiError; the Generation must be closed."""
-        started = time.monotonic()
+        start_s = time.monotonic()
         gateway = self._gateway
         fields = {"stream": streams, **request.take(gateway.settings.max_body_bytes)}
         if fields["stream"] and not streams:
@@ -323,7 +323,7 @@ class GrpcFront:
         raw = body_of(fields)
         del fields
         value = parse_object(raw)
-        arrival = Arrival.of(value, raw, call.caller, started)
+        arrival = Arrival.of(value, raw, call.caller, start_s)
         await wait_for_turn(gateway, value.get("model"), call.caller, arrival)
         body = check_body(value, CompletionBody)
         model = await served_model(gateway, body.model, call.caller, lately=True)
@@ -333,7 +333,7 @@ class GrpcFront:
         spec.traceparent, spec.content = call.traceparent, arrival.content
         refusal = choose_adapter(model, spec)
         del raw, value, body  # the request may wait for long, with the spec alone
-        return await model.admission.begin(spec, call.caller, started, refusal=refusal)
+        return await model.admission.begin(spec, call.caller, start_s, refusal=refusal)
 
     def _call(self, context: Context) -> Call:
         """Raise ApiError(401)."""
@@ -454,23 +454,23 @@ class _Stream:
 
     async def _answer(self, request: Inference) -> None:
         generation = await self._front.begin(request, self._call, streams=True)
-        sending = asyncio.create_task(self._send(request.head, generation))
-        cutting = asyncio.create_task(generation.stream.is_cut.wait())
+        send_task = asyncio.create_task(self._send(request.head, generation))
+        cut_task = asyncio.create_task(generation.stream.is_cut.wait())
         try:
-            await asyncio.wait({sending, cutting}, return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
+            await asyncio.wait({send_task, cut_task}, return_when=asyncio.FIRST_COMPLETED)
+            if not send_task.done():
                 generation.failure = generation.stream.failure
                 raise generation.failure or ApiError(503, "the stream was cut", code="cut")
-            sending.result()
+            send_task.result()
         finally:
             generation.close()
-            await end(sending, cutting)
+            await end(send_task, cut_task)
 
     async def _send(self, request: kserve.ModelInferRequest, generation: Generation) -> None:
         if not generation.spec.stream:
-            made = await whole_answer(request, generation)
-            made.parameters[FINAL].bool_param = True
-            await self._write(kserve.ModelStreamInferResponse(infer_response=made))
+            response = await whole_answer(request, generation)
+            response.parameters[FINAL].bool_param = True
+            await self._write(kserve.ModelStreamInferResponse(infer_response=response))
             return
         texts = _texts_before(generation)
         while not generation.is_done:
@@ -481,22 +481,22 @@ class _Stream:
             if not (any(texts) or any(reasons) or generation.is_done):  # all is held back
                 continue
             parameters = _facts(generation) | {FINAL: generation.is_done}
-            made = answer(request, texts, reasons, parameters)
+            response = answer(request, texts, reasons, parameters)
             texts = [""] * len(texts)
-            await self._write(kserve.ModelStreamInferResponse(infer_response=made))
+            await self._write(kserve.ModelStreamInferResponse(infer_response=response))
 
     async def _refuse(self, request: kserve.ModelInferRequest, error: ApiError) -> None:
         """Write the error of one request, in Triton's form. Raise it when the client does not even read that."""
-        made = kserve.ModelStreamInferResponse(error_message=error.message)
-        made.infer_response.id = request.id
-        made.infer_response.model_name = request.model_name
+        response = kserve.ModelStreamInferResponse(error_message=error.message)
+        response.infer_response.id = request.id
+        response.infer_response.model_name = request.model_name
         for name, value in (("code", error.code), ("param", error.param)):
             if value:
-                made.infer_response.parameters[name].string_param = value
-        made.infer_response.parameters[FINAL].bool_param = True
+                response.infer_response.parameters[name].string_param = value
+        response.infer_response.parameters[FINAL].bool_param = True
         try:
             async with asyncio.timeout(SLOW_FLUSH_S):
-                await self._write(made)
+                await self._write(response)
         except TimeoutError:
             raise error from None
 

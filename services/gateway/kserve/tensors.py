@@ -85,44 +85,48 @@ def answer(
     """Return one response: text and finish reason (empty while it continues) of each choice. Raise ApiError(400)."""
     columns = {"text_output": texts, "finish_reason": reasons}
     names = [output.name for output in request.outputs] or list(columns)
-    made = kserve.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
+    response = kserve.ModelInferResponse(model_name=request.model_name, model_version="1", id=request.id)
     for name in names:
         column = columns[name]
-        made.outputs.add(name=name, datatype="BYTES", shape=[len(column)])
-        made.raw_output_contents.append(b"".join(_pack(text.encode()) for text in column))
+        response.outputs.add(name=name, datatype="BYTES", shape=[len(column)])
+        response.raw_output_contents.append(b"".join(_pack(text.encode()) for text in column))
     for name, value in parameters.items():
-        _set_parameter(made.parameters[name], value)
-    return made
+        _set_parameter(response.parameters[name], value)
+    return response
 
 
 def check_outputs(request: kserve.ModelInferRequest) -> None:
     """Raise ApiError(400) for an output that there is not."""
-    known = [name for name, _, _ in OUTPUTS]
-    if len(request.outputs) > len(known):
-        raise invalid("outputs", f"the model has {len(known)} outputs; got {len(request.outputs)}", "invalid_value")
+    output_names = [name for name, _, _ in OUTPUTS]
+    if len(request.outputs) > len(output_names):
+        raise invalid(
+            "outputs", f"the model has {len(output_names)} outputs; got {len(request.outputs)}", "invalid_value"
+        )
     for output in request.outputs:
-        if output.name not in known:
+        if output.name not in output_names:
             raise invalid(
-                "outputs", f"unknown output {quote(output.name)}; the model has {', '.join(known)}", "invalid_value"
+                "outputs",
+                f"unknown output {quote(output.name)}; the model has {', '.join(output_names)}",
+                "invalid_value",
             )
 
 
 def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
     """Return the elements of each input, from either of the protocol's two forms."""
-    known = {name: datatype for name, datatype, _ in INPUTS}
+    datatype_of = {name: datatype for name, datatype, _ in INPUTS}
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise invalid("raw_input_contents", f"{len(request.inputs)} inputs, but {len(raw)} raw contents")
     tensors: dict[str, list[Any]] = {}
     for index, tensor in enumerate(request.inputs):
         name = tensor.name
-        if name not in known or name in tensors:
-            what = "is given twice" if name in tensors else f"is unknown; the model has {', '.join(known)}"
+        if name not in datatype_of or name in tensors:
+            what = "is given twice" if name in tensors else f"is unknown; the model has {', '.join(datatype_of)}"
             raise invalid("inputs", f"the input {quote(name)} {what}", "unknown_parameter")
-        if tensor.datatype != known[name]:
-            raise invalid(name, f"{name} must have the datatype {known[name]}; got {quote(tensor.datatype)}")
+        if tensor.datatype != datatype_of[name]:
+            raise invalid(name, f"{name} must have the datatype {datatype_of[name]}; got {quote(tensor.datatype)}")
         elements: Sequence[bytes] | Sequence[bool]
-        if known[name] == "BYTES":
+        if datatype_of[name] == "BYTES":
             elements = _unpack(raw[index], name) if raw else tensor.contents.bytes_contents
         else:
             elements = [byte != 0 for byte in raw[index][: MOST_ELEMENTS + 1]] if raw else tensor.contents.bool_contents

@@ -55,19 +55,19 @@ def json_response(value: object, status: int = 200) -> Response:
 
 def list_page(items: list[dict[str, Any]], limit: int, after: str, newest_first: bool) -> dict[str, Any]:
     """Return a list object of items, the oldest first, behind the one with the id `after`. Raise ApiError(400)."""
-    ordered = items[::-1] if newest_first else items
+    ordered_items = items[::-1] if newest_first else items
     begin = 0
     if after:
-        begin = next((index + 1 for index, item in enumerate(ordered) if item.get("id") == after), 0)
+        begin = next((index + 1 for index, item in enumerate(ordered_items) if item.get("id") == after), 0)
         if not begin:
             raise invalid("after", f"after {quote(after)} is not in this list; leave it out", "invalid_value")
-    chosen = ordered[begin : begin + limit]
+    page = ordered_items[begin : begin + limit]
     return {
         "object": "list",
-        "data": chosen,
-        "first_id": chosen[0].get("id") if chosen else None,
-        "last_id": chosen[-1].get("id") if chosen else None,
-        "has_more": begin + limit < len(ordered),
+        "data": page,
+        "first_id": page[0].get("id") if page else None,
+        "last_id": page[-1].get("id") if page else None,
+        "has_more": begin + limit < len(ordered_items),
     }
 
 
@@ -200,16 +200,16 @@ async def collect(
     """Return the body of the answer, which `answer` reads from the generation. Raise ApiError, or ClientLeft after
     cancelling the request.
     """
-    working = asyncio.create_task(answer)
-    leaving = asyncio.create_task(until_disconnect(request.receive))
+    answer_task = asyncio.create_task(answer)
+    disconnect_task = asyncio.create_task(until_disconnect(request.receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait({answer_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer_task.done():
             raise ClientLeft
-        return working.result()
+        return answer_task.result()
     finally:
         generation.close()
-        await end(working, leaving)
+        await end(answer_task, disconnect_task)
 
 
 async def answer_body(generation: Generation, fingerprint: str) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def answer(
 ) -> dict[str, Any]:
     """Return OpenAI's completion or chat completion; with best_of, of the choices that are returned."""
     choices = []
-    listed, echoed = _list_logprobs(spec, prompts), _echo_columns(spec, prompts)
+    prompt_logprobs, echoes = _list_logprobs(spec, prompts), _echo_columns(spec, prompts)
     for number, index in enumerate(logprobs.choices_to_send() if logprobs is not None else range(len(texts))):
         text, entry = texts[index], None if logprobs is None else logprobs.take(index)
         choice: dict[str, Any] = {"index": number, "logprobs": entry, "finish_reason": reasons[index]}
@@ -257,10 +257,10 @@ def answer(
             choice["message"] = _message(text, calls[index] if calls else [], thoughts[index] if thoughts else "")
         else:
             choice["text"] = spec.prompt_texts[index // spec.n] + text if spec.echo else text
-            if echoed is not None:
-                choice["logprobs"] = _join(echoed[index // spec.n], None if spec.prompt_only else entry)
-            if listed is not None:
-                choice["prompt_logprobs"] = listed[index // spec.n]
+            if echoes is not None:
+                choice["logprobs"] = _join(echoes[index // spec.n], None if spec.prompt_only else entry)
+            if prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_logprobs[index // spec.n]
         if spec.return_token_ids:
             choice["token_ids"] = ids[index]
         choices.append(choice)
@@ -273,8 +273,8 @@ def answer(
         "choices": choices,
         "usage": usage.body(),
     }
-    if listed is not None and spec.endpoint == "chat":
-        body["prompt_logprobs"] = listed[0]
+    if prompt_logprobs is not None and spec.endpoint == "chat":
+        body["prompt_logprobs"] = prompt_logprobs[0]
     return body
 
 
@@ -507,19 +507,19 @@ class EventStream(Response):
         if "orcinus.write" in extensions:
             self._has_room, self._put = extensions["orcinus.has_room"]["call"], extensions["orcinus.write"]["call"]
             self._deliver = self._at_once
-        writing = asyncio.create_task(self._write(send))
-        leaving = asyncio.create_task(until_disconnect(receive))
-        cutting = asyncio.create_task(generation.stream.is_cut.wait())
+        write_task = asyncio.create_task(self._write(send))
+        disconnect_task = asyncio.create_task(until_disconnect(receive))
+        cut_task = asyncio.create_task(generation.stream.is_cut.wait())
         try:
-            await asyncio.wait({writing, leaving, cutting}, return_when=asyncio.FIRST_COMPLETED)
-            if cutting.done() and not leaving.done() and not writing.done():
-                await end(writing)
+            await asyncio.wait({write_task, disconnect_task, cut_task}, return_when=asyncio.FIRST_COMPLETED)
+            if cut_task.done() and not disconnect_task.done() and not write_task.done():
+                await end(write_task)
                 await self._cut(scope, send)
-            elif writing.done():
-                writing.result()
+            elif write_task.done():
+                write_task.result()
         finally:
             generation.close()
-            await end(writing, leaving, cutting)
+            await end(write_task, disconnect_task, cut_task)
             self._deliver = None  # a method of its own: a cycle
 
     async def _write(self, send: Send) -> None:

@@ -842,9 +842,9 @@ def generation_spec(
     """
     n, keep = requested_choices(body)
     logprobs = requested_logprobs(body)
-    wanted = int(keep > 0) if logprobs is None else logprobs + 1
+    logprob_count = int(keep > 0) if logprobs is None else logprobs + 1
     check_choices(len(prompts), n, limits)
-    check_records(len(prompts) * n, max_tokens, wanted)
+    check_records(len(prompts) * n, max_tokens, logprob_count)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed when stream is true")
     if body.background and body.stream:
@@ -872,7 +872,7 @@ def generation_spec(
         n=n,
         max_tokens=max_tokens,
         stop_ids=list(dict.fromkeys([*eos, *(body.stop_token_ids or [])])),
-        sampling=_make_sampling(body, model, wanted),
+        sampling=_make_sampling(body, model, logprob_count),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         echo=echo,

@@ -49,12 +49,12 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        started = time.monotonic()
-        body = await read_in_turn(gateway, request, ChatBody, started)
+        start_s = time.monotonic()
+        body = await read_in_turn(gateway, request, ChatBody, start_s)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await chat_spec(body, model.text, model.cluster.limits, tenant=request.state.tenant)
         del body  # the request may wait for long, with the spec alone
-        return await serve(model, request, spec, started)
+        return await serve(model, request, spec, start_s)
 
     return routes
 
@@ -148,17 +148,17 @@ def template_variables(body: TemplateBody, is_bound: bool) -> dict[str, Any]:
     """Return the variables of the chat template that a body sets: `chat_template_kwargs` above the others. Raise
     ApiError(400).
     """
-    field, given = "chat_template_kwargs", body.chat_template_kwargs or {}
-    if taken := sorted(given.keys() & RESERVED):
+    field, kwargs = "chat_template_kwargs", body.chat_template_kwargs or {}
+    if taken := sorted(kwargs.keys() & RESERVED):
         raise invalid(field, f"{field} cannot set {', '.join(taken)}, which this server sets")
-    if (size := len(orjson.dumps(given))) > MAX_VARIABLE_BYTES:
+    if (size := len(orjson.dumps(kwargs))) > MAX_VARIABLE_BYTES:
         raise invalid(field, f"{field} may have {MAX_VARIABLE_BYTES} bytes of JSON; got {size}")
     variables: dict[str, Any] = {}
     if body.reasoning_effort not in (None, "none"):
         variables["reasoning_effort"] = body.reasoning_effort
     if is_bound or body.reasoning_effort == "none":
         variables["enable_thinking"] = False
-    return variables | given
+    return variables | kwargs
 
 
 def _state(body: ChatBody, prompt: list[int], model: ModelText) -> str:

@@ -240,14 +240,14 @@ def messages(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> li
         ((f"previous_response_id[{index}]", item) for index, item in enumerate(before)),
         ((f"input[{index}]", item) for index, item in enumerate(items_of(body))),
     )
-    for where, item in placed:
+    for path, item in placed:
         if not isinstance(item, dict):
-            raise invalid("input", f"{where} must be an object; got {quote(item)}", "invalid_value")
+            raise invalid("input", f"{path} must be an object; got {quote(item)}", "invalid_value")
         kind = item.get("type") or "message"
         if kind not in ITEMS:
-            text = f"{where}.type {quote(kind)} is not supported; supported are {', '.join(ITEMS)}"
+            text = f"{path}.type {quote(kind)} is not supported; supported are {', '.join(ITEMS)}"
             raise invalid("input", text, "unsupported_parameter")
-        message = ITEMS[kind](item, where)
+        message = ITEMS[kind](item, path)
         if kind == "reasoning" and not message["reasoning_content"]:
             continue  # no turn: it has a summary at most
         last = messages[-1] if messages else {}
@@ -401,7 +401,7 @@ def shell(
 
 def finish(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, Any]) -> dict[str, Any]:
     """Return the response at its end. usage: as of chat."""
-    thought = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    reasoning_tokens = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     incomplete = INCOMPLETE.get(reason)
     return shell | {
         "status": "incomplete" if incomplete else "completed",
@@ -411,7 +411,7 @@ def finish(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, usa
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": thought},
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         },
     }
@@ -601,20 +601,20 @@ class ResponseEvents:
 
     def _finish_item(self, key: int, item: _Item, status: str) -> tuple[dict[str, Any], bytes]:
         """Return an item at its end, and the events with its content."""
-        whole = "".join(item.pieces)
+        text = "".join(item.pieces)
         if key == REASONING:
-            done = reasoning_item(self._shell["id"], whole, status)
-            events = self._event("response.reasoning_text.done", **item.at, content_index=0, text=whole)
-            part = done["content"][0]
-            return done, events + self._event("response.content_part.done", **item.at, content_index=0, part=part)
+            item_json = reasoning_item(self._shell["id"], text, status)
+            events = self._event("response.reasoning_text.done", **item.at, content_index=0, text=text)
+            part = item_json["content"][0]
+            return item_json, events + self._event("response.content_part.done", **item.at, content_index=0, part=part)
         if key != MESSAGE:
-            done = item.start | {"status": status, "arguments": whole}
-            name = done["name"]
-            return done, self._event("response.function_call_arguments.done", **item.at, name=name, arguments=whole)
-        done = message_item(self._shell["id"], whole, status)
-        events = self._event("response.output_text.done", **item.at, content_index=0, text=whole, logprobs=[])
-        return done, events + self._event(
-            "response.content_part.done", **item.at, content_index=0, part=text_part(whole)
+            item_json = item.start | {"status": status, "arguments": text}
+            name = item_json["name"]
+            return item_json, self._event("response.function_call_arguments.done", **item.at, name=name, arguments=text)
+        item_json = message_item(self._shell["id"], text, status)
+        events = self._event("response.output_text.done", **item.at, content_index=0, text=text, logprobs=[])
+        return item_json, events + self._event(
+            "response.content_part.done", **item.at, content_index=0, part=text_part(text)
         )
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -667,25 +667,25 @@ def router(gateway: Gateway) -> APIRouter:
         if name is None:
             return []
         try:
-            stored = await find(await holding(name, request), name, request)
+            record = await find(await holding(name, request), name, request)
         except ApiError as error:
             if error.code == MANY_REREADS:
                 error.param = "previous_response_id"
             if error.status != 404:
                 raise
-            stored = None
-        if stored is None or not stored.response["store"]:
+            record = None
+        if record is None or not record.response["store"]:
             raise invalid(
                 "previous_response_id",
                 f"previous_response_id {quote(name)} is not stored: it is unknown, has store false, was deleted, or is "
                 f"older than {model.settings.response_retention_s} s; send the conversation as input",
                 "previous_response_not_found",
             )
-        if stored.response["status"] not in ("completed", "incomplete"):
-            status = stored.response["status"]
+        if record.response["status"] not in ("completed", "incomplete"):
+            status = record.response["status"]
             text = f"previous_response_id {quote(name)} has no answer: its status is {status}; wait for its end"
             raise invalid("previous_response_id", text, "invalid_value")
-        return stored.items
+        return record.items
 
     @routes.post(
         "/v1/responses",
@@ -694,8 +694,8 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def responses(request: Request) -> Response:
         """Answer a conversation."""
-        started = time.monotonic()
-        body = await read_in_turn(gateway, request, ResponsesBody, started)
+        start_s = time.monotonic()
+        body = await read_in_turn(gateway, request, ResponsesBody, start_s)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         before = await conversation_before(body.previous_response_id, model, request)
         spec = await _spec(model, body, before, request.state.tenant)
@@ -715,19 +715,19 @@ def router(gateway: Gateway) -> APIRouter:
             hold_conversation(model, request, held_bytes)
         if spec.background:
             response["status"] = "queued"
-            kept = await keep(response, only_new=True)  # an earlier call of the same name has it already
-            response["store"] = kept is not StoreOutcome.REFUSED
+            outcome = await keep(response, only_new=True)  # an earlier call of the same name has it already
+            response["store"] = outcome is not StoreOutcome.REFUSED
             del keep, stored_input
             release_bytes(request)
             try:
                 refusal = choose_adapter(model, spec)
-                await model.admission.begin_background(spec, request.state.caller, started, refusal)
+                await model.admission.begin_background(spec, request.state.caller, start_s, refusal)
             except ApiError:
-                if kept is StoreOutcome.NEW:
+                if outcome is StoreOutcome.NEW:
                     await model.responses.forget(spec.id, request.state.tenant, hidden_ms=1)
                 raise
             return json_response(response)
-        generation, headers = await begin(model, request, spec, started)
+        generation, headers = await begin(model, request, spec, start_s)
         if spec.stream:
             events = ResponseEvents(generation, response)
             return EventStream(
@@ -834,12 +834,12 @@ class Responses:
     async def find(self, response_id: str, tenant: str) -> StoredResponse:
         """Return a response; one that is not stored has no input. Raise ApiError(404, 429, 503)."""
         check_name(response_id)
-        stored, is_deleted = await self._model.responses.find(response_id, tenant, self._hold)
+        record, is_deleted = await self._model.responses.find(response_id, tenant, self._hold)
         if is_deleted:
             raise unknown_request(response_id)
-        if stored is not None and not stored.is_running:
-            return stored
-        now = await self._read_record(response_id, tenant, stored)
+        if record is not None and not record.is_running:
+            return record
+        now = await self._read_record(response_id, tenant, record)
         if now.response["store"] and not now.is_running:
             await self._model.responses.keep(tenant, orjson.dumps(now.input), now.response)
         return now
@@ -962,22 +962,22 @@ async def truncate(chat: ChatBody, make: Callable[[ChatBody], Awaitable[T]]) -> 
         return await make(chat.model_copy(update={"messages": messages}))
 
     chars: list[int] = []  # of each turn and those behind it
-    least, most, tries, dropped = 0, len(turns) - 1, 0, 0
-    fitting: list[T] = []
-    while least <= most or not fitting:
+    least, most, tries, drop_count = 0, len(turns) - 1, 0, 0
+    results: list[T] = []
+    while least <= most or not results:
         try:
-            fitting, most = [await without(dropped)], dropped - 1
+            results, most = [await without(drop_count)], drop_count - 1
             guess = most
         except ApiError as error:
-            if error.code != TOO_LONG or dropped >= len(turns) - 1:
+            if error.code != TOO_LONG or drop_count >= len(turns) - 1:
                 raise
             chars = chars or _chars_behind(chat.messages, turns)
-            least = dropped + 1
-            guess = next((at for at in range(least, most) if chars[at] <= error.fits * chars[dropped]), most)
+            least = drop_count + 1
+            guess = next((at for at in range(least, most) if chars[at] <= error.fits * chars[drop_count]), most)
             guess = guess if error.fits else (least + most) // 2
         tries += 1
-        dropped = max(least, guess) if tries <= GUESSES else (least + most) // 2
-    return fitting[0]
+        drop_count = max(least, guess) if tries <= GUESSES else (least + most) // 2
+    return results[0]
 
 
 def _chars_behind(messages: Sequence[ChatMessage], turns: Sequence[int]) -> list[int]:

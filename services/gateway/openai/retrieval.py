@@ -64,12 +64,12 @@ def router(gateway: Gateway) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
 
     async def answer(request: Request, kind: type[BodyT], spec_of: SpecOf[BodyT]) -> Response:
-        started = time.monotonic()
-        body = await read_in_turn(gateway, request, kind, started)
+        start_s = time.monotonic()
+        body = await read_in_turn(gateway, request, kind, start_s)
         model = await served_model(gateway, body.model, request.state.caller)
         spec = await spec_of(body, model.text, model.cluster.limits)
         del body  # the request may wait for long, with the spec alone
-        return await serve(model, request, spec, started)
+        return await serve(model, request, spec, start_s)
 
     @routes.post("/v1/embeddings", responses=_RESPONSES, openapi_extra=body_of(EmbeddingsBody))
     async def embeddings(request: Request) -> Response:
@@ -144,21 +144,25 @@ def _truncate(model: ModelText, text: str, name: str, max_tokens: int, side: str
     if len(ids) <= max_tokens:
         return ids
     plain = model.encode(text, add_special_tokens=False)
-    added = len(ids) - len(plain)
-    if side == "NONE" or max_tokens <= added:
-        remedy = "send a shorter one, or truncate END" if max_tokens > added else f"max_tokens must be above {added}"
+    added_tokens = len(ids) - len(plain)
+    if side == "NONE" or max_tokens <= added_tokens:
+        remedy = (
+            "send a shorter one, or truncate END"
+            if max_tokens > added_tokens
+            else f"max_tokens must be above {added_tokens}"
+        )
         raise invalid(
             "texts",
             f"{name} has {len(ids)} tokens; at most {max_tokens} are allowed; {remedy}",
             "context_length_exceeded",
         )
-    begin = next((at for at in range(added + 1) if ids[at : at + len(plain)] == plain), None)
+    begin = next((at for at in range(added_tokens + 1) if ids[at : at + len(plain)] == plain), None)
     if begin is None:
         why = "this model's tokenizer shows no place to cut; send a shorter one"
         raise invalid(
             "texts", f"{name} has {len(ids)} tokens; at most {max_tokens} are allowed; {why}", "context_length_exceeded"
         )
-    kept = plain[added - max_tokens :] if side == "START" else plain[: max_tokens - added]
+    kept = plain[added_tokens - max_tokens :] if side == "START" else plain[: max_tokens - added_tokens]
     return ids[:begin] + kept + ids[begin + len(plain) :]
 
 

@@ -110,22 +110,22 @@ class Logprobs:
 
     def _write(self, choice: int, most: int) -> None:
         """Make the JSON of the next tokens of a choice."""
-        held, size = self._unsent[choice], self._spec.record_bytes
-        begin, end = held.written_tokens, min(held.written_tokens + most, len(held.tokens))
+        unsent, size = self._unsent[choice], self._spec.record_bytes
+        begin, end = unsent.written_tokens, min(unsent.written_tokens + most, len(unsent.tokens))
         if begin == end:
             return
-        tokens = held.tokens[begin:end]
-        logprobs = unpack_records(bytes(held.records[size * begin : size * end]), self._spec.sampling.logprobs)
+        tokens = unsent.tokens[begin:end]
+        logprobs = unpack_records(bytes(unsent.records[size * begin : size * end]), self._spec.sampling.logprobs)
         logprobs = [_with_sampled(one, token) for one, token in zip(logprobs, tokens, strict=True)]
         if self._spec.endpoint == "chat":
-            made: dict[str, list[Any]] = {"content": self._content(tokens, logprobs)}
+            columns: dict[str, list[Any]] = {"content": self._content(tokens, logprobs)}
         else:
             moved = len(self._spec.prompt_texts[choice // self._spec.n]) if self._spec.echo else 0
-            offsets = self._choices[choice].offsets[held.first_index + begin : held.first_index + end]
-            made = _columns(self._text, tokens, logprobs, [moved + offset for offset in offsets])
-        for name, items in made.items():
-            held.columns.setdefault(name, []).append(orjson.dumps(items)[1:-1])
-        held.written_tokens = end
+            offsets = self._choices[choice].offsets[unsent.first_index + begin : unsent.first_index + end]
+            columns = _columns(self._text, tokens, logprobs, [moved + offset for offset in offsets])
+        for name, items in columns.items():
+            unsent.columns.setdefault(name, []).append(orjson.dumps(items)[1:-1])
+        unsent.written_tokens = end
 
     def _content(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> list[dict[str, Any]]:
         return [
@@ -173,13 +173,13 @@ class PromptLogprobs:
     def list_tokens(self, prompt: int) -> list[dict[str, Any] | None]:
         """Return vLLM's `prompt_logprobs`: of each token itself and the most likely ones by id; None for the first."""
         tokens, most = self._spec.prompts[prompt], self._spec.prompt_logprobs or 0
-        listed: list[dict[str, Any] | None] = [None]
+        entries: list[dict[str, Any] | None] = [None]
         for token, (rank, one) in zip(tokens[1:], self._parse_records(prompt), strict=True):
             entry = {str(token): self._entry(token, one.sampled_logprob, rank)}
             for place, (other, logprob) in enumerate(one.best[:most], 1):
                 entry.setdefault(str(other), self._entry(other, logprob, place))
-            listed.append(entry)
-        return listed
+            entries.append(entry)
+        return entries
 
     def _parse_records(self, prompt: int) -> list[tuple[int, TokenLogprobs]]:
         tokens = self._spec.prompts[prompt][1:]
@@ -231,9 +231,9 @@ def _name(text: TokenText, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def _with_sampled(one: TokenLogprobs, token: int) -> TokenLogprobs:
+def _with_sampled(logprobs: TokenLogprobs, token: int) -> TokenLogprobs:
     """Give the sampled token one number, also where two kernels summed in another order."""
-    return TokenLogprobs(dict(one.best).get(token, one.sampled_logprob), one.best)
+    return TokenLogprobs(dict(logprobs.best).get(token, logprobs.sampled_logprob), logprobs.best)
 
 
 def _number(logprob: float) -> float:

@@ -60,17 +60,17 @@ class ModelText:
         self._bounded_tokenizer = load_tokenizer(directory / "tokenizer.json")
         self.tokenizer = self._bounded_tokenizer.library
         tokenizer_config = read_json_if_any(directory / "tokenizer_config.json")
-        where = str(directory / "config.json")
-        config = {**config, **Fields(config, where, remedy=AGAIN).fields("text_config")}
-        read = Fields(config, where, remedy=AGAIN)
+        config_path = str(directory / "config.json")
+        config = {**config, **Fields(config, config_path, remedy=AGAIN).fields("text_config")}
+        config_fields = Fields(config, config_path, remedy=AGAIN)
 
         architecture = _architecture(config)
         self.is_encoder = is_encoder(config)
-        self.max_model_len = _context(read)
+        self.max_model_len = _context(config_fields)
         if self.is_encoder:  # what is pooled counts as a token
-            self.max_model_len += 1 - ENCODER_OFFSETS.get(read.text("model_type", ""), 0)
-        self.vector_size = 0 if architecture in SCORE_ENCODERS else _vector_size(read)
-        self.vocab_size = read.integer("vocab_size", self.tokenizer.get_vocab_size(), most=MOST_ID)
+            self.max_model_len += 1 - ENCODER_OFFSETS.get(config_fields.text("model_type", ""), 0)
+        self.vector_size = 0 if architecture in SCORE_ENCODERS else _vector_size(config_fields)
+        self.vocab_size = config_fields.integer("vocab_size", self.tokenizer.get_vocab_size(), most=MOST_ID)
         self.text = TokenText(self.tokenizer)
         self.threads = TenantThreads()
         self.grammars = GrammarCheck(directory, self.vocab_size)
@@ -99,7 +99,7 @@ class ModelText:
             ) from error
         self.pairs: Pairs | None = judge_of(architecture, self._bounded_tokenizer, self.chat)
         if architecture in SCORE_ENCODERS:
-            self.pairs = CrossEncoder(config, where, self._bounded_tokenizer)
+            self.pairs = CrossEncoder(config, config_path, self._bounded_tokenizer)
         self.tasks = self._tasks()
         """What the model is for: keys of ENDPOINTS in shared/ids.py."""
         self.longest = self.text.longest

@@ -78,15 +78,15 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: {token_count(file)} tokens, and token_embd.weight has rows for {embedding.shape[0]}; "
             "convert the model again"
         )
-    hidden, heads = file.integer(f"{name}.embedding_length"), file.integer(f"{name}.attention.head_count", least=1)
-    head_dim = file.integer(f"{name}.attention.key_length", hidden // heads, least=1)
+    hidden_size, heads = file.integer(f"{name}.embedding_length"), file.integer(f"{name}.attention.head_count", least=1)
+    head_dim = file.integer(f"{name}.attention.key_length", hidden_size // heads, least=1)
     if file.integer(f"{name}.attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{file.path}: {name}.attention.value_length differs from key_length; choose another model")
     layers = file.integer(f"{name}.block_count")
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[name]],
         "vocab_size": embedding.shape[0],
-        "hidden_size": hidden,
+        "hidden_size": hidden_size,
         "intermediate_size": file.integer(f"{name}.feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -107,7 +107,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         if name == "llama":
             config["architectures"] = ["MixtralForCausalLM"]
     if name in _GEMMA_27B_LAYERS:
-        config["query_pre_attn_scalar"] = hidden // heads if layers == _GEMMA_27B_LAYERS[name] else head_dim
+        config["query_pre_attn_scalar"] = hidden_size // heads if layers == _GEMMA_27B_LAYERS[name] else head_dim
     if name == "gemma2":
         for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
             if f"{name}.{cap}" in file:

@@ -146,20 +146,20 @@ class GgufFile:
 
     def _check_part(self, part: GgufFile, number: int, count: int, total: int) -> None:
         """Raise ModelError for a part that is not this one of `count` that have `total` tensors together."""
-        again = "fetch all parts again, from one place"
+        remedy = "fetch all parts again, from one place"
         for key, wanted in (("split.no", number), ("split.count", count), ("split.tensors.count", total)):
             if (value := part.integer(key)) != wanted:
                 raise ModelError(
-                    f"{part.path}: {key} is {value}, expected {wanted} in part {number + 1} of {count}; {again}"
+                    f"{part.path}: {key} is {value}, expected {wanted} in part {number + 1} of {count}; {remedy}"
                 )
         for key in ("general.architecture", "general.name"):  # which parts behind the first one need not have
             if key in part and part.text(key) != self.text(key, ""):
-                raise ModelError(f"{part.path}: {key} differs from that of {self.path.name}; {again}")
+                raise ModelError(f"{part.path}: {key} differs from that of {self.path.name}; {remedy}")
         for name in part.tensors if number else ():
             if (other := self.tensors.get(name)) is not None:
-                raise ModelError(f"{part.path}: tensor {_short(name)} is in {other.path.name}, too; {again}")
+                raise ModelError(f"{part.path}: tensor {_short(name)} is in {other.path.name}, too; {remedy}")
         if len(self.tensors) + (len(part.tensors) if number else 0) > total:
-            raise ModelError(f"{part.path}: more than the {total} tensors of split.tensors.count; {again}")
+            raise ModelError(f"{part.path}: more than the {total} tensors of split.tensors.count; {remedy}")
 
     def __contains__(self, key: str) -> bool:
         return key in self._values

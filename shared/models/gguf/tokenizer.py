@@ -104,7 +104,7 @@ def tokenizer_of(file: GgufFile) -> dict[str, Any]:
         )
     # As Phi-3's tokenizer.json has it: blanks behind a control token belong to it.
     strips = kind == "llama" and file.text("general.architecture") == "phi3"
-    added = [
+    added_tokens = [
         {
             "id": id_, "content": vocabulary.texts[id_], "special": type_ != USER_DEFINED, "single_word": False,
             "lstrip": False, "rstrip": strips and vocabulary.texts[id_] not in ("<unk>", "<s>", "<|endoftext|>"),
@@ -113,7 +113,7 @@ def tokenizer_of(file: GgufFile) -> dict[str, Any]:
         for id_, type_ in enumerate(vocabulary.types)
         if type_ in (UNKNOWN, CONTROL, USER_DEFINED) and vocabulary.texts[id_]
     ]  # fmt: skip
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts}
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens, **parts}
 
 
 def tokenizer_config_of(file: GgufFile) -> dict[str, Any]:

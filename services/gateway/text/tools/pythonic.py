@@ -129,7 +129,7 @@ class CallList:
         self._mark = ""  # the quotes around the string that is read, or the beginning of a comment
         self._is_opening = False  # more quotes may belong to the mark
         self._is_raw = self._is_escaped = False
-        self._closing = 0  # quotes at the end of what was read of a string
+        self._closing_quotes = 0  # quotes at the end of what was read of a string
         self._string: list[str] = []
 
     def feed(self, text: str) -> int:
@@ -144,17 +144,17 @@ class CallList:
 
     def _read(self, text: str, at: int) -> int:
         """Read up to the next sign outside of strings; return the place behind it."""
-        found = _SIGN.search(text, at)
-        end = len(text) if found is None else found.start()
+        match = _SIGN.search(text, at)
+        end = len(text) if match is None else match.start()
         self._word.append(text[at:end])
-        if found is None:
+        if match is None:
             return end
-        if found[0] == "#":
+        if match[0] == "#":
             self._mark = "#"
-        elif found[0] in "'\"":
-            self._open_string(found[0])
+        elif match[0] in "'\"":
+            self._open_string(match[0])
         else:
-            self._take(found[0])
+            self._take(match[0])
         return end + 1
 
     def _open_string(self, quote: str) -> None:
@@ -162,7 +162,7 @@ class CallList:
         if prefix not in ("", "r", "u"):
             raise _LiteralError
         self._mark, self._is_raw, self._is_opening = quote, prefix == "r", True
-        self._word, self._string, self._closing = [], [], 0
+        self._word, self._string, self._closing_quotes = [], [], 0
 
     def _read_string(self, text: str, at: int) -> int:
         """Read a part of a string or comment; return the place behind it."""
@@ -178,21 +178,21 @@ class CallList:
             self._string.append(text[at])
             self._is_escaped = False
             return at + 1
-        found = _STRING_SIGN[self._mark].search(text, at)
-        end = len(text) if found is None else found.start()
+        match = _STRING_SIGN[self._mark].search(text, at)
+        end = len(text) if match is None else match.start()
         if end > at:
             self._string.append(text[at:end])
-            self._closing = 0
-        if found is None:
+            self._closing_quotes = 0
+        if match is None:
             return end
-        self._string.append(found[0])
-        if found[0] == "\\":
-            self._is_escaped, self._closing = True, 0
-        elif found[0] in "\r\n":
+        self._string.append(match[0])
+        if match[0] == "\\":
+            self._is_escaped, self._closing_quotes = True, 0
+        elif match[0] in "\r\n":
             raise _LiteralError
         else:
-            self._closing += 1
-            if self._closing == len(self._mark):
+            self._closing_quotes += 1
+            if self._closing_quotes == len(self._mark):
                 self._end_string()
         return end + 1
 

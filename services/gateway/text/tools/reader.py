@@ -99,20 +99,20 @@ class CallObject:
 
     def feed(self, text: str) -> tuple[int, str]:
         """Return how many characters of the text belong to the object, and the arguments among them."""
-        gained: list[str] = []
-        used = 0
-        while used < len(text) and not (self.has_ended or self.has_failed):
-            self._take(text[used], gained)
-            used += 1
+        pieces: list[str] = []
+        size = 0
+        while size < len(text) and not (self.has_ended or self.has_failed):
+            self._take(text[size], pieces)
+            size += 1
         if self.has_ended and not self.name:
             self.has_failed = True
         if self.has_ended and not self._has_arguments:
-            gained.append("{}")
+            pieces.append("{}")
         if not self.name:
-            self._early_arguments.append("".join(gained))
-            return used, ""
-        shown, self._early_arguments = [*self._early_arguments, *gained], []
-        return used, "".join(shown)
+            self._early_arguments.append("".join(pieces))
+            return size, ""
+        shown, self._early_arguments = [*self._early_arguments, *pieces], []
+        return size, "".join(shown)
 
     def flush(self) -> str:
         """Return the rest of the arguments of a call that is cut."""
