@@ -99,11 +99,11 @@ class DeadLetters:
     def add(self, key: str, raw: Any, reason: str) -> None:
         """Set aside a record of `key`, unless it is known."""
         content = raw if isinstance(raw, bytes) else repr(raw).encode("utf-8", "replace")
-        known = hash((key, content))
-        if known in self._known_places:
-            self._known_places.move_to_end(known)
+        place = hash((key, content))
+        if place in self._known_places:
+            self._known_places.move_to_end(place)
             return
-        self._known_places[known] = None
+        self._known_places[place] = None
         if len(self._known_places) > REMEMBERED:
             self._known_places.popitem(last=False)
         self._count(kind_of(key))
@@ -125,20 +125,20 @@ async def remove_foreign(redis: Redis, letters: DeadLetters, types: Mapping[str,
     for key in types:
         pipe.type(key)
     replies = await pipe.execute() if types else []
-    for (key, wanted), reply in zip(types.items(), replies, strict=True):
-        if reply.decode() in (wanted, "none"):
+    for (key, expected_type), reply in zip(types.items(), replies, strict=True):
+        if reply.decode() in (expected_type, "none"):
             continue
         connection: Any = redis.pipeline()
         async with connection:
             await connection.watch(key)  # another service may have deleted it since, and written to it
             kind = (await connection.type(key)).decode()
-            if kind in (wanted, "none"):
+            if kind in (expected_type, "none"):
                 continue
             connection.multi()
             connection.delete(key)
             with contextlib.suppress(WatchError):
                 await connection.execute()
-                letters.add(key, b"", f"a key of type {kind}, not {wanted}; deleted")
+                letters.add(key, b"", f"a key of type {kind}, not {expected_type}; deleted")
 
 
 def append(key: str, row: Mapping[str, Value], time_ms: int) -> list[Value]:

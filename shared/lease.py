@@ -109,8 +109,8 @@ class Lease:
     async def release(self) -> None:
         """Let a standby take the shard at once. Writes under way are refused from now on: they must not renew the
         lease."""
-        held, self.epoch = self.text, 0
+        text, self.epoch = self.text, 0
         try:
-            await self._run("release", held)
+            await self._run("release", text)
         except Unavailable as error:
             log.warning("lease of %s not released: %s; it expires", self._shard, error)

@@ -283,10 +283,10 @@ def _below(root: Path, path: Path, name: str) -> Path:
 def _copy(root: Path, source: Path, target: Path, max_bytes: int) -> None:
     """Copy a file by its real path, below `root`. Raise OSError, and ModelError where a part of it is a link now."""
     with _open_below(root, source) as file, target.open("xb") as target_file:
-        left = max_bytes
+        remaining_bytes = max_bytes
         while piece := file.read(PIECE_BYTES):
-            left -= len(piece)
-            if left < 0:
+            remaining_bytes -= len(piece)
+            if remaining_bytes < 0:
                 raise ModelError(f"{source.name} has more than {max_bytes} bytes; use a smaller adapter")
             target_file.write(piece)
         target_file.flush()

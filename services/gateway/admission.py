@@ -171,16 +171,16 @@ class Bounds:
                 return self._tenant_full(answer[1], answer[2], wait_s)
             case b"bytes":
                 held_count, size, expires_ms, waiting_tokens = answer[1:]
-                where = f"queue full for class {self.priority}"
+                prefix = f"queue full for class {self.priority}"
                 return self._bytes_full(
-                    "queue_full", where, held_count, size, self.class_bytes, expires_ms, waiting_tokens, wait_s
+                    "queue_full", prefix, held_count, size, self.class_bytes, expires_ms, waiting_tokens, wait_s
                 )
             case b"tenant bytes":
                 held_count, size, expires_ms, waiting_tokens, tenants = answer[1:]
-                where = f"queue full for this tenant in class {self.priority}"
+                prefix = f"queue full for this tenant in class {self.priority}"
                 return self._bytes_full(
                     "tenant_queue_full",
-                    where,
+                    prefix,
                     held_count,
                     size,
                     self.tenant_bytes,
@@ -553,9 +553,9 @@ class HeldBytes:
 
         of_request: bytes that are held for the same request. Raise ApiError(429, 503).
         """
-        tenant, held, of_all = caller.tenant, self._bytes_of[caller.tenant], self.held_bytes
+        tenant, held_bytes, of_all = caller.tenant, self._bytes_of[caller.tenant], self.held_bytes
         tenant_bytes = self.most_bytes // 2
-        if caller.has_others and held > of_request and held + size_bytes > tenant_bytes:
+        if caller.has_others and held_bytes > of_request and held_bytes + size_bytes > tenant_bytes:
             text = f"{self._kind}: too many bytes of this tenant are held (limit {tenant_bytes})"
             raise ApiError(429, f"{text}; {self._remedy}", code=self._code, retry_after_s=1)
         if of_all > of_request and of_all + size_bytes > self.most_bytes:

@@ -142,13 +142,13 @@ def _allowed_methods(request: Request) -> list[str]:
 
     starlette names only the methods of the first route that matches.
     """
-    matching = [
+    routes = [
         route
         for route in request.app.state.routes
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
     ]
-    exact = [route for route in matching if route.path == request.scope["path"]]
-    return sorted({method for route in exact or matching for method in route.methods or ()})
+    exact = [route for route in routes if route.path == request.scope["path"]]
+    return sorted({method for route in exact or routes for method in route.methods or ()})
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

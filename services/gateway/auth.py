@@ -62,11 +62,11 @@ class Rates:
         """Return OpenAI's x-ratelimit-* of an accepted request, given what is left (-1: no limit)."""
         headers = {}
         limits = (("requests", self.requests_per_minute, requests), ("tokens", self.tokens_per_minute, tokens))
-        for what, limit, left in limits:
-            if limit and left >= 0:
-                headers[f"x-ratelimit-limit-{what}"] = str(limit)
-                headers[f"x-ratelimit-remaining-{what}"] = str(left)
-                headers[f"x-ratelimit-reset-{what}"] = f"{60 * (limit - left) / limit:.3f}s"
+        for resource, limit, remaining in limits:
+            if limit and remaining >= 0:
+                headers[f"x-ratelimit-limit-{resource}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{resource}"] = str(remaining)
+                headers[f"x-ratelimit-reset-{resource}"] = f"{60 * (limit - remaining) / limit:.3f}s"
         return headers
 
 
@@ -252,17 +252,17 @@ class Keyring:
         self._secret = secret or b""
         self.has_read = True
         if self._last_uses and time.monotonic() - self._written_at >= USED_EVERY_S:
-            used, self._last_uses = self._last_uses, {}
+            last_uses, self._last_uses = self._last_uses, {}
             self._written_at = time.monotonic()
-            await self._redis.hset(keys.keys_used, mapping={key: int(at) for key, at in used.items()})
+            await self._redis.hset(keys.keys_used, mapping={key: int(at) for key, at in last_uses.items()})
 
     async def _read_all(self) -> dict[str, KeyRecord]:
         """Return the keys of all models, and those that an older version kept for one of the gateway's models."""
-        bound: dict[str, KeyRecord] = {}
+        bound_records: dict[str, KeyRecord] = {}
         for each in self._models:
             old = await self._records_of(each.model_keys)
-            bound |= {name: replace(record, models=each.model) for name, record in old.items()}
-        return bound | await self._records_of(self._keys.api_keys)
+            bound_records |= {name: replace(record, models=each.model) for name, record in old.items()}
+        return bound_records | await self._records_of(self._keys.api_keys)
 
     def _value(self, key: str, reply: Any) -> Any:
         """Return what a key holds. One of another type closes the gateway to callers without a key."""

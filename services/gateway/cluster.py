@@ -157,14 +157,14 @@ class Snapshot:
         forecasts = []
         for shard in self.leases & self.stats.keys():
             stats = self.stats[shard]
-            queued = int(number(stats.get(f"queued_tokens_{priority}")))
+            queued_tokens = int(number(stats.get(f"queued_tokens_{priority}")))
             rate = number(stats.get("prefill_tok_s"))
-            if not queued or not rate or self._is_silent(shard):
+            if not queued_tokens or not rate or self._is_silent(shard):
                 return None
             predicted_ms = number(stats.get(f"predicted_ttft_ms_{priority}"))
             behind, starts_s = int(number(stats.get(f"behind_{priority}"))), number(stats.get("starts_s"))
             token_ms = number(stats.get("tbt_ms_p50"))
-            forecasts.append(Forecast(predicted_ms, queued, rate, behind, starts_s, token_ms))
+            forecasts.append(Forecast(predicted_ms, queued_tokens, rate, behind, starts_s, token_ms))
         return min(forecasts, key=lambda each: each.ttft_ms, default=None)
 
 
@@ -313,10 +313,10 @@ class Cluster:
 
     def reason_stalled(self) -> str:
         """Return an empty text while work, if there is any, has moved within `progress_timeout_s`."""
-        seconds, where = self._progress.find_stall(time.monotonic())
+        seconds, place = self._progress.find_stall(time.monotonic())
         if seconds <= self._settings.progress_timeout_s:
             return ""
-        return f"{where} has work, and no step was answered for {seconds:.0f} s"
+        return f"{place} has work, and no step was answered for {seconds:.0f} s"
 
     async def look(self) -> Snapshot:
         pause = DISCOVER_S if self._worker_keys else DISCOVER_FIRST_S
@@ -398,7 +398,7 @@ class Cluster:
         """Find shards, workers and heartbeats by SCAN; rarely, because it walks the keys."""
         lease, worker = self._keys.lease(""), self._keys.worker("")
         beats = tuple(self._keys.alive(role, "") for role in ("scheduler", "worker"))
-        found = set()
+        names = set()
         async for raw in self._redis.scan_iter(match=_literal(self._keys.prefix) + "[law]*", count=1000):
             key = raw.decode("utf-8", "replace")
             if key.startswith(lease):
@@ -406,8 +406,8 @@ class Cluster:
             elif key.startswith(worker):
                 self._worker_keys.add(key)
             elif key.startswith(beats):
-                found.add(key)
-        self._beats = found
+                names.add(key)
+        self._beats = names
         self._discovered_at = time.monotonic()
 
 
@@ -475,7 +475,7 @@ def _text(record: dict[bytes, bytes]) -> dict[str, str]:
 def number(value: str | None) -> float:
     """Return a finite number below 2^53 in text; 0 for any other text."""
     try:
-        parsed = float(value or 0)
+        result = float(value or 0)
     except ValueError:
         return 0.0
-    return parsed if abs(parsed) < MOST else 0.0  # nan is not
+    return result if abs(result) < MOST else 0.0  # nan is not

@@ -104,11 +104,11 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
         gateway.siblings = Siblings(place, gateway.metrics.registry, gateway.state)
         await gateway.siblings.start()
     stops = [asyncio.create_task(each.wait()) for each in (stop_event, gateway.cluster.drain_asked)]
-    starting = asyncio.create_task(gateway.start())
-    await asyncio.wait({starting, *stops}, return_when=asyncio.FIRST_COMPLETED)
-    if starting.done():
-        starting.result()
-    await end(starting)  # a stop does not wait for a Redis that is silent
+    start_task = asyncio.create_task(gateway.start())
+    await asyncio.wait({start_task, *stops}, return_when=asyncio.FIRST_COMPLETED)
+    if start_task.done():
+        start_task.result()
+    await end(start_task)  # a stop does not wait for a Redis that is silent
     if grpc_front is not None:
         await grpc_front.start()
         log.info("serving gRPC on %s:%d", gateway.settings.host, gateway.settings.grpc_port)

@@ -193,7 +193,7 @@ class StackCollector(Collector):
         def gauge(name: str, text: str, value: float) -> Metric:
             return GaugeMetricFamily(S + name, text, value)
 
-        used = total("blocks_total") - total("blocks_free") - total("blocks_cached") - total("blocks_draining")
+        used_blocks = total("blocks_total") - total("blocks_free") - total("blocks_cached") - total("blocks_draining")
         yield gauge("ready", "1 when new work would be served", float(not self.reason_not_ready()))
         yield gauge("stalled_seconds", "Time in which work was there and no step was answered", _stalled_s(cluster))
         yield gauge("schedulers", "Shards that a scheduler leads", len(snapshot.leases) if snapshot else 0)
@@ -201,7 +201,9 @@ class StackCollector(Collector):
         yield gauge("running_sequences", "Sequences in slots, all shards", total("running"))
         yield self._by_class("waiting_sequences", "Sequences that wait for a slot, all shards, by class", total)
         yield gauge("kv_blocks", "KV blocks on the devices", total("blocks_total"))
-        yield gauge("kv_usage_ratio", "Share of them that sequences hold", used / max(1.0, total("blocks_total")))
+        yield gauge(
+            "kv_usage_ratio", "Share of them that sequences hold", used_blocks / max(1.0, total("blocks_total"))
+        )
         yield self._info(total)
         queue = snapshot.queue if snapshot else {}
         yield gauge("queued_requests", "Requests that wait for their first step", number(queue.get("requests")))

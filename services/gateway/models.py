@@ -121,11 +121,11 @@ class ServedModel:
 
     async def stop(self) -> None:
         """End tasks and connections; what is in Redis continues."""
-        watching, self._watchers = self._watchers, []
-        await end(*watching[:1])  # the adopter: it begins tasks of `background`
+        watchers, self._watchers = self._watchers, []
+        await end(*watchers[:1])  # the adopter: it begins tasks of `background`
         await self.background.stop()
         await self.dispatcher.stop()
-        await end(*watching[1:])
+        await end(*watchers[1:])
         await self.adapters.close()
         await self.adopter.close(redis_answers=not self.cluster.redis_error)
         await self.responses.close()
@@ -299,9 +299,9 @@ class ModelTable:
         except (*Unreachable, RedisError) as error:
             raise client_error(error) from None
         holders = []
-        for entry, stored in zip(closed_entries, answers, strict=True):
+        for entry, reply in zip(closed_entries, answers, strict=True):
             with contextlib.suppress(ValueError, TypeError):  # no record; the model sets it aside when it is open
-                record = AdapterRecord.decode(stored) if isinstance(stored, bytes) else None
+                record = AdapterRecord.decode(reply) if isinstance(reply, bytes) else None
                 if record is not None and (not record.unloaded_s or record.unloaded_s > time.time() - FORMER_S):
                     holders.append((entry, record))
         return sorted(holders, key=lambda each: each[1].unloaded_s > 0)
@@ -311,10 +311,10 @@ class ModelTable:
 
         Of models that are not open they are read at most once a second; a silent Redis leaves them as they were.
         """
-        closed = await self._closed_adapters()
+        closed_adapters = await self._closed_adapters()
         adapters: dict[str, tuple[str, AdapterRecord]] = {}
         for name in sorted(filter(caller.may_use, self.names()), key=lambda name: name not in self.open):
-            records = self.open[name].adapters.records if name in self.open else closed.get(name, {})
+            records = self.open[name].adapters.records if name in self.open else closed_adapters.get(name, {})
             for adapter in sorted(records):
                 if not self.has(adapter):
                     adapters.setdefault(adapter, (name, records[adapter]))
@@ -569,17 +569,19 @@ async def look(
         silent = [next(answers) == 0 and _text(gateway) != gateway_id for gateway in gateways]
         orphans.append(any(silent))
     pipe = redis.pipeline(transaction=False)
-    for each, taken in zip(keys, shards, strict=True):
-        for one in sorted(taken):
+    for each, shard_ids in zip(keys, shards, strict=True):
+        for one in sorted(shard_ids):
             pipe.exists(each.lease(one))
     leases = iter(await pipe.execute(raise_on_error=False))
     states: dict[str, tuple[State, bool]] = {}
-    for name, led, placement, taken, has_orphans in zip(
+    for name, lease, placement, shard_ids, has_orphans in zip(
         names, led_by_default, placements, shards, orphans, strict=True
     ):
-        is_ready = any([next(leases) == 1 and one for one in sorted(taken)])
+        is_ready = any([next(leases) == 1 and one for one in sorted(shard_ids)])
         sleeps = placement is not None and not placement.awake
-        missing: State = "asleep" if led and sleeps else "loading" if led or taken or placement else "unavailable"
+        missing: State = (
+            "asleep" if lease and sleeps else "loading" if lease or shard_ids or placement else "unavailable"
+        )
         states[name] = ("ready" if is_ready else missing, has_orphans)
     return states
 

@@ -240,9 +240,9 @@ class _Labelled(Collector):
 
 def label(registry: CollectorRegistry, process: str) -> bytes:
     """Return the registry's text, each sample with the label `process`."""
-    wrapped = CollectorRegistry()
-    wrapped.register(_Labelled(registry, process))
-    return generate_latest(wrapped)
+    wrapper = CollectorRegistry()
+    wrapper.register(_Labelled(registry, process))
+    return generate_latest(wrapper)
 
 
 def merge(texts: Iterable[bytes]) -> bytes:

@@ -67,10 +67,10 @@ class Progress:
         waiting_requests = observation.queued_requests - sum(
             stats.get("parked", 0.0) for stats in observation.stats.values()
         )
-        led = [
+        led_stats = [
             stats for shard, stats in observation.stats.items() if shard in observation.leases or not observation.leases
         ]
-        unfinished_count -= int(sum(stats.get("stranded", 0.0) for stats in led))
+        unfinished_count -= int(sum(stats.get("stranded", 0.0) for stats in led_stats))
         self._requests.look(unfinished_count > 0 or waiting_requests > 0, has_moved, now)
 
     def find_stall(self, now: float) -> tuple[float, str]:
@@ -82,8 +82,8 @@ class Progress:
 
     def _beats_moved(self, steps: Mapping[str, str]) -> bool:
         """Return whether any heartbeat names another step. One that begins anew, after a restart, has no step yet."""
-        moved = any(step != self._steps.get(name, step) and step != "0" for name, step in steps.items())
+        has_moved = any(step != self._steps.get(name, step) and step != "0" for name, step in steps.items())
         self._steps.update(steps)
         if len(self._steps) > 4 * len(steps) + 64:  # of processes that have ended
             self._steps = dict(steps)
-        return moved
+        return has_moved

@@ -42,10 +42,10 @@ class Published(Generic[Record]):
 
         redis: a connection that watches the hash.
         """
-        stored: Any = await (redis or self._redis).hgetall(key)  # bytes to bytes
+        raw_records: Any = await (redis or self._redis).hgetall(key)  # bytes to bytes
         return {
             name: self._letters.read(f"{key}:{name}", value, self._decode)
-            for raw, value in stored.items()
+            for raw, value in raw_records.items()
             if (name := self._letters.read(key, raw, text))
         }
 

@@ -367,11 +367,11 @@ class Arrival:
             value = body.get(name)
             return value if type(value) is int and value > 0 else 0
 
-        named = body.get("priority")
+        class_name = body.get("priority")
         return cls(
             owner.tenant,
             owner.has_others,
-            owner.priority(named if isinstance(named, str) and named in CLASS_SHARES else ""),
+            owner.priority(class_name if isinstance(class_name, str) and class_name in CLASS_SHARES else ""),
             content_of(owner.tenant, raw) if raw else 0,
             len(raw),
             start_s,
@@ -469,16 +469,18 @@ class Backlog(Generic[W]):
         """Return the bound that keeps a request out: of all requests `share` may wait, of its tenant's `tenant_share`
         of that. Return None when there is room; alone a request always has.
         """
-        for owner, held, held_bytes, part in (
+        for owner, waiting_count, held_bytes, part in (
             ("", len(self), self._bytes, share),
             (tenant, self._requests_of[tenant], self._bytes_of[tenant], share * tenant_share),
         ):
             most, most_bytes = self.max_waiting(part), int(part * BACKLOG_BYTES)
             tenants = len(self._requests_of) if owner else 1
-            if held >= most:
-                return Full(bool(owner), "requests", held, most, self._wait_s(tenants * (held - most + 1)))
-            if held and (excess := held_bytes + size_bytes - most_bytes) > 0:
-                ahead = min(held, math.ceil(excess * held / held_bytes))
+            if waiting_count >= most:
+                return Full(
+                    bool(owner), "requests", waiting_count, most, self._wait_s(tenants * (waiting_count - most + 1))
+                )
+            if waiting_count and (excess := held_bytes + size_bytes - most_bytes) > 0:
+                ahead = min(waiting_count, math.ceil(excess * waiting_count / held_bytes))
                 return Full(bool(owner), "bytes", held_bytes, most_bytes, self._wait_s(tenants * ahead))
         return None
 
@@ -659,11 +661,11 @@ class TenantThreads:
         self._begin()
         try:
             if self._has_thread(arrival.tenant):
-                begun = self._submit(arrival.tenant, work)
+                future = self._submit(arrival.tenant, work)
             else:
-                begun = await self._line.wait(arrival, function=work)
+                future = await self._line.wait(arrival, function=work)
             async with until_deadline():
-                return await asyncio.wrap_future(begun)
+                return await asyncio.wrap_future(future)
         except ApiError as error:
             raise self._with_place(error, arrival) from error.__cause__
 

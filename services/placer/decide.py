@@ -82,12 +82,12 @@ def choose(models: Sequence[Demand], most: int) -> frozenset[str]:
         if len(awake) >= most:
             # A caller that has waited its time comes before those behind it, which may wait for less time served.
             entitled = callers[at:] if caller.urgency >= 1 else [caller]
-            leaving = [model for model in awake_models if any(_turn_ms(model, each) <= 0 for each in entitled)]
-            if not leaving:
+            candidates = [model for model in awake_models if any(_turn_ms(model, each) <= 0 for each in entitled)]
+            if not candidates:
                 continue
-            gone = max(leaving, key=lambda model: (model.idle_ms, model.ready_ms))
-            awake_models.remove(gone)
-            awake.remove(gone.name)
+            evicted = max(candidates, key=lambda model: (model.idle_ms, model.ready_ms))
+            awake_models.remove(evicted)
+            awake.remove(evicted.name)
         awake.add(caller.name)
     return frozenset(awake)
 

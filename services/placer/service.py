@@ -105,12 +105,12 @@ class Placer:
 
         Delete keys of other types meanwhile: with them no placer begins.
         """
-        held = None
+        holder = None
         while True:
             await persist("look for keys of other types", self._repair, log)
             lease = await persist("look for another placer", lambda: self._redis.get(self._lease.key), log)
             has_begun()
-            if lease is not None and lease == held:
+            if lease is not None and lease == holder:
                 names = read_placements(await persist("read the placements", self._read_placements, log)).keys()
                 if names and names != self._models.keys():
                     others = printable(", ".join(sorted(names)))
@@ -118,7 +118,7 @@ class Placer:
                         f"Redis at {self._address}: has a placer for other models, {others}; "
                         "stop its stack, or unset ORCINUS_REDIS_URL to let this one start its own Redis"
                     )
-            held = lease
+            holder = lease
             await asyncio.sleep(1.5 * LEASE_MS / 1000)
 
     async def _read_placements(self) -> Any:

@@ -79,11 +79,11 @@ def effective(settings: BaseSettings, values: Values, env: Mapping[str, str] = M
     """Return all settings of a service. env: variables that its process gets beyond those of this one."""
     rows: Shown = {}
     for name, field in type(settings).model_fields.items():
-        value, given = hide_secrets(getattr(settings, name)), env.get(env_name(name))
-        if given and is_secret(field):
-            given = HIDDEN
-        if given is not None and name not in values and hide_secrets(given) != str(value):
-            rows[name] = hide_secrets(given), "derived"
+        value, environment_value = hide_secrets(getattr(settings, name)), env.get(env_name(name))
+        if environment_value and is_secret(field):
+            environment_value = HIDDEN
+        if environment_value is not None and name not in values and hide_secrets(environment_value) != str(value):
+            rows[name] = hide_secrets(environment_value), "derived"
         else:
             rows[name] = value, source(settings, name, values)
     return rows
@@ -113,7 +113,7 @@ def _explain(settings: type[BaseSettings], item: Any, values: Values, name_of: C
     if not item["loc"]:
         return message
     name = str(item["loc"][0])
-    where = name_of(name) if name in values else env_name(name)
+    source = name_of(name) if name in values else env_name(name)
     field = settings.model_fields.get(name)
     value = HIDDEN if field is not None and is_secret(field) else str(hide_secrets(item["input"]))
-    return f"{where}={value}: {message[0].lower()}{message[1:]}"
+    return f"{source}={value}: {message[0].lower()}{message[1:]}"

@@ -201,12 +201,12 @@ def check_modules(modules: Mapping[str, Shape], base_shapes: Mapping[str, tuple[
         module_shapes = by_module.setdefault(_from_layer(module), [])
         if rest == "weight" and len(shape) == 2:
             module_shapes.append(shape)
-    for module, adapted in modules.items():
+    for module, adapter_shape in modules.items():
         if (weights := by_module.get(_from_layer(module))) is None:
             raise ModelError(f"{WEIGHTS}: {module}: the served model has no such module; {OTHER_BASE}")
-        if weights and sorted((adapted.outputs, adapted.inputs)) not in map(sorted, weights):
+        if weights and sorted((adapter_shape.outputs, adapter_shape.inputs)) not in map(sorted, weights):
             raise ModelError(
-                f"{WEIGHTS}: {module} is [{adapted.outputs}, {adapted.inputs}], "
+                f"{WEIGHTS}: {module} is [{adapter_shape.outputs}, {adapter_shape.inputs}], "
                 f"the served model has {list(weights[0])}; {OTHER_BASE}"
             )
 

@@ -147,11 +147,11 @@ def _texts(path: Path, node: yaml.Node | None) -> Any:
         return None if node is None else node.value
     texts: dict[str, Any] = {}
     for key, value in node.value:
-        where = f"{path}: line {key.start_mark.line + 1}"
+        place = f"{path}: line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
-            raise ConfigurationError(f"{where}: a name is a mapping or a list; give it as text")
+            raise ConfigurationError(f"{place}: a name is a mapping or a list; give it as text")
         if key.value in texts:
-            raise ConfigurationError(f"{where}: {key.value[:100]!r} stands twice; drop one of them")
+            raise ConfigurationError(f"{place}: {key.value[:100]!r} stands twice; drop one of them")
         texts[key.value] = _texts(path, value)
     return texts
 

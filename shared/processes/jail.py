@@ -173,9 +173,9 @@ def yield_to_others(all_sessions: bool) -> None:
 
 def _set_timeout(connection: Connection, timeout_s: float) -> None:
     time_of = struct.pack("@ll", *divmod(round(1e6 * timeout_s), 1_000_000))
-    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as own_end:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, time_of)
+            own_end.setsockopt(socket.SOL_SOCKET, option, time_of)
 
 
 def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:

@@ -34,11 +34,11 @@ def reserve(host: str, port: int, name: str) -> socket.socket:
     """Return a socket that accepts no connection and keeps its port for listeners with SO_REUSEPORT. That option alone
     would let a second gateway of the same user share the port unnoticed. Raise ConfigurationError.
     """
-    held = _bind(host, port, name, listens=False)  # fails where any program listens, shared or not
+    reservation = _bind(host, port, name, listens=False)  # fails where any program listens, shared or not
     # A bind without SO_REUSEPORT conflicts with it from now on, one with it does not.
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    return held
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return reservation
 
 
 def handed_on(sockets: Mapping[str, socket.socket]) -> dict[str, str]:

@@ -162,10 +162,10 @@ class Service:
     def hear(self, now: float) -> None:
         """Read beats; the first of a process shows that it is ready."""
         try:
-            said = os.read(self.pipe, 4096)
+            beats = os.read(self.pipe, 4096)
         except BlockingIOError:
             return
-        if not said:
+        if not beats:
             self._close_pipe()
             return
         self._heard_at, self._hung_at = now, 0.0
@@ -238,9 +238,9 @@ class Service:
         with contextlib.suppress(OSError):
             if self.log.stat().st_size <= limit_bytes:
                 return
-            with self.log.open("rb") as old, self.log.with_suffix(".log.1").open("wb") as kept:
+            with self.log.open("rb") as old, self.log.with_suffix(".log.1").open("wb") as new_log:
                 while chunk := old.read(1 << 20):
-                    kept.write(chunk)
+                    new_log.write(chunk)
             os.truncate(self.log, 0)
 
 

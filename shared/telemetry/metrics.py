@@ -124,15 +124,15 @@ class Aliases(Collector):
         for sample in family.samples:
             if sample.name.endswith("_created"):
                 continue
-            kept = {theirs: sample.labels[ours] for ours, theirs in alias.labels.items()}
+            kept_labels = {theirs: sample.labels[ours] for ours, theirs in alias.labels.items()}
             if "le" in sample.labels:
-                kept["le"] = sample.labels["le"]
-            key = (sample.name.removeprefix(family.name), tuple(kept.items()))
+                kept_labels["le"] = sample.labels["le"]
+            key = (sample.name.removeprefix(family.name), tuple(kept_labels.items()))
             sums[key] = sums.get(key, 0.0) + sample.value
-        renamed = Metric(alias.name, family.documentation, family.type)
+        metric = Metric(alias.name, family.documentation, family.type)
         for (suffix, labels), value in sums.items():
-            renamed.add_sample(alias.name + suffix, {"model_name": self._model, "engine": "0", **dict(labels)}, value)
-        return renamed
+            metric.add_sample(alias.name + suffix, {"model_name": self._model, "engine": "0", **dict(labels)}, value)
+        return metric
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: the source families are registered under their Orcinus names."""

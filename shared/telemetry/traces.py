@@ -65,10 +65,10 @@ class Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         context = TraceContextTextMapPropagator().extract({"traceparent": parent})
-        started = self._tracer.start_span(
+        span = self._tracer.start_span(
             name, context, kind or SpanKind.INTERNAL, attributes=dict(attributes), start_time=start_ns
         )
-        return started  # type: ignore[return-value]
+        return span  # type: ignore[return-value]
 
     def record(self, name: str, parent: str, start_ns: int, end_ns: int, attributes: Mapping[str, Value]) -> None:
         """Record a span that has ended."""

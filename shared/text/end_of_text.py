@@ -47,9 +47,9 @@ def _named_id(directory: Path) -> Any:
         return None
     tokenizer = read_json_if_any(directory / "tokenizer.json")
     tokens = tokenizer.get("added_tokens")
-    for added in tokens if isinstance(tokens, list) else ():
-        if isinstance(added, dict) and added.get("content") == name:
-            return added.get("id")
+    for added_token in tokens if isinstance(tokens, list) else ():
+        if isinstance(added_token, dict) and added_token.get("content") == name:
+            return added_token.get("id")
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     return vocabulary.get(name) if isinstance(vocabulary, dict) else None

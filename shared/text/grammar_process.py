@@ -336,10 +336,10 @@ def main() -> int:
         while True:
             question = connection.recv_bytes(MOST_QUESTION_BYTES)
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
-            began = time.process_time()
+            start_s = time.process_time()
             answer = reply_to(grammars, question)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(SPENT.pack(time.process_time() - began) + answer)
+            connection.send_bytes(SPENT.pack(time.process_time() - start_s) + answer)
     return 0
 
 

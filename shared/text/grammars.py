@@ -90,19 +90,19 @@ class Grammars:
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher at the start of a grammar, for this caller only. Raises GrammarError."""
         with self._lock:
-            kept = self._matchers.get(grammar)
-            if kept is not None:
+            cached_matcher = self._matchers.get(grammar)
+            if cached_matcher is not None:
                 self._matchers.move_to_end(grammar)
-                return kept.deep_copy()
-        compiled = self.fresh(grammar)
+                return cached_matcher.deep_copy()
+        new_matcher = self.fresh(grammar)
         with self._lock:
             if grammar not in self._matchers:
-                self._matchers[grammar] = compiled
+                self._matchers[grammar] = new_matcher
                 self._kept_bytes += _bytes_of(grammar)
             while self._kept_bytes > CACHE_BYTES:
                 oldest, _ = self._matchers.popitem(last=False)
                 self._kept_bytes -= _bytes_of(oldest)
-        return compiled.deep_copy()
+        return new_matcher.deep_copy()
 
     def fresh(self, grammar: str) -> LLMatcher:
         """Return a newly compiled matcher. Raises GrammarError.

@@ -293,11 +293,11 @@ def check_tokenizer(data: bytes) -> tuple[str, int, bool]:
     regexes = set[str]()
     growth = {part: _Steps(part, source.get(part), regexes).growth for part in _NESTED}
     _check_growth("decoder", growth.pop("decoder"), MOST_DECODER_GROWTH)
-    whole = math.prod(growth.values())
-    _check_growth(max(growth, key=lambda part: growth[part]), whole, MOST_GROWTH)
+    total_growth = math.prod(growth.values())
+    _check_growth(max(growth, key=lambda part: growth[part]), total_growth, MOST_GROWTH)
     _check_model(source.get("model"))
-    _check_added(source.get("added_tokens"), whole)
-    return text, whole, regexes <= KNOWN_REGEXES
+    _check_added(source.get("added_tokens"), total_growth)
+    return text, total_growth, regexes <= KNOWN_REGEXES
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -417,9 +417,9 @@ class _Steps:
 
     def replace(self, step: dict[str, Any]) -> int:
         content = self._bytes(step, "content")
-        fixed = self._pattern(step)
+        pattern_bytes = self._pattern(step)
         # An expression may match nothing at all, between any two bytes.
-        return max(1, math.ceil(content / fixed)) if fixed else 1 + content
+        return max(1, math.ceil(content / pattern_bytes)) if pattern_bytes else 1 + content
 
     def split(self, step: dict[str, Any]) -> int:
         self._pattern(step)
@@ -445,10 +445,10 @@ class _Steps:
 
     def template(self, step: dict[str, Any]) -> int:
         pieces = [step.get("single"), step.get("pair")]
-        named = step.get("special_tokens")
+        special_tokens = step.get("special_tokens")
         if not all(isinstance(one, list) and len(one) <= MOST_STEPS for one in pieces):
             raise self._wrong(f"TemplateProcessing needs lists `single` and `pair` of at most {MOST_STEPS} pieces")
-        if not isinstance(named, dict) or sum(len(_ids(one)) for one in named.values()) > MOST_STEPS:
+        if not isinstance(special_tokens, dict) or sum(len(_ids(one)) for one in special_tokens.values()) > MOST_STEPS:
             raise self._wrong(f"TemplateProcessing needs `special_tokens` with at most {MOST_STEPS} ids")
         return max(1, *(sum(isinstance(piece, dict) and "Sequence" in piece for piece in one or ()) for one in pieces))
 

@@ -212,9 +212,9 @@ class MessageEvents:
         if self._position.last_tokens[0] != NOTHING:
             return []
         self._position.last_tokens[0] = PREAMBLE
-        begun = message(self._generation, []) | {"stop_reason": None, "stop_sequence": None}
-        begun["usage"] = usage_body(replace(self._generation.usage, completion_tokens=0, reasoning_tokens=None))
-        return [{"type": "message_start", "message": begun}]
+        start = message(self._generation, []) | {"stop_reason": None, "stop_sequence": None}
+        start["usage"] = usage_body(replace(self._generation.usage, completion_tokens=0, reasoning_tokens=None))
+        return [{"type": "message_start", "message": start}]
 
     def _content(self, delta: Delta) -> Iterator[dict[str, Any]]:
         blocks = self._blocks.blocks

@@ -189,12 +189,12 @@ def _page(batches: BatchStore, tenant: str, limit: int, after_id: str | None, be
         if at is None:
             raise invalid(field, f"{field} {quote(name)} is not in this list; leave it out")
         begin, end = (at + 1, at + 1 + limit) if after_id else (max(0, at - limit), at)
-    chosen = [_body(batch) for batch in batches_of_api[begin:end]]
+    page = [_body(batch) for batch in batches_of_api[begin:end]]
     return {
-        "data": chosen,
+        "data": page,
         "has_more": begin > 0 if before_id else end < len(batches_of_api),
-        "first_id": chosen[0]["id"] if chosen else None,
-        "last_id": chosen[-1]["id"] if chosen else None,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
     }
 
 
@@ -233,14 +233,14 @@ def _time(seconds: int | None) -> str | None:
 
 def _open(files: FileStore, batch: Batch, ids: list[str]) -> list[BinaryIO]:
     """Open files of a batch; those that are deleted or have expired are left out."""
-    opened = []
+    open_files = []
     for file_id in ids:
         try:
-            opened.append(files.open(batch.order.tenant, file_id)[1])
+            open_files.append(files.open(batch.order.tenant, file_id)[1])
         except ApiError as error:
             if error.code != "file_not_found":
                 raise
-    return opened
+    return open_files
 
 
 def _results(batches: BatchStore, files: FileStore, tenant: str, batch_id: str) -> Iterator[bytes]:

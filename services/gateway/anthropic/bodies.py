@@ -287,7 +287,7 @@ def in_words_of_messages(error: ApiError, places: Sequence[int]) -> ApiError:
         return "system" if places[index] < 0 else f"messages[{places[index]}]"
 
     error.message = re.sub(r"\bmessages\[(\d{1,9})\]", place, error.message)
-    for chat, ours in (
+    for chat, replacement in (
         (r"(tools\[\d+\]|tool_choice)\.function\b", r"\1"),
         (r"(tools\[\d+\])\.parameters\b", r"\1.input_schema"),
         (r"'stop\b", "'stop_sequences"),
@@ -296,7 +296,7 @@ def in_words_of_messages(error: ApiError, places: Sequence[int]) -> ApiError:
         (r"(thinking_token_budget.*); leave it out", r"\1; send type adaptive"),  # type enabled needs a budget
         (r"thinking_token_budget", "thinking.budget_tokens"),
     ):
-        error.message = re.sub(chat, ours, error.message)
+        error.message = re.sub(chat, replacement, error.message)
     return error
 
 
@@ -348,11 +348,11 @@ def _messages(body: CountBody) -> tuple[list[dict[str, Any]], list[int]]:
             else:
                 groups.append([turn])
                 places.append(index)
-    merged = [turns[0] if len(turns) == 1 else _merge(turns) for turns in groups]
-    if merged[-1]["role"] == "assistant" and "tool_calls" in merged[-1]:
+    messages = [turns[0] if len(turns) == 1 else _merge(turns) for turns in groups]
+    if messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
         text = "messages: the last one has tool_use without a tool_result behind it; send the results, or leave it out"
         raise invalid("messages", text)
-    return merged, places
+    return messages, places
 
 
 def _turns(message: InputMessage, where: str) -> list[dict[str, Any]]:
@@ -360,11 +360,15 @@ def _turns(message: InputMessage, where: str) -> list[dict[str, Any]]:
     blocks = message.content
     if isinstance(blocks, str):
         return [{"role": message.role, "content": blocks}]
-    allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use", "thinking"), "system": ("text",)}
+    kinds_of_role = {
+        "user": ("text", "tool_result"),
+        "assistant": ("text", "tool_use", "thinking"),
+        "system": ("text",),
+    }
     for index, block in enumerate(blocks):
-        if block.type not in allowed[message.role]:
+        if block.type not in kinds_of_role[message.role]:
             text = f"{where}.content[{index}]: a message of role {message.role} has no {block.type}"
-            raise invalid(f"{where}.content", f"{text}; it has {', '.join(allowed[message.role])}")
+            raise invalid(f"{where}.content", f"{text}; it has {', '.join(kinds_of_role[message.role])}")
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     if message.role == "assistant":
         return [_assistant(blocks, "".join(texts))]
@@ -399,12 +403,12 @@ def _merge(turns: list[dict[str, Any]]) -> dict[str, Any]:
     role, texts = turns[0]["role"], [turn["content"] for turn in turns]
     if role == "user":
         return {"role": role, "content": "\n".join(filter(None, texts))}
-    merged: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    message: dict[str, Any] = {"role": role, "content": "".join(texts)}
     if thoughts := [turn["reasoning_content"] for turn in turns if "reasoning_content" in turn]:
-        merged["reasoning_content"] = "".join(thoughts)
+        message["reasoning_content"] = "".join(thoughts)
     if calls := [call for turn in turns for call in turn.get("tool_calls", ())]:
-        merged["tool_calls"] = calls
-    return merged
+        message["tool_calls"] = calls
+    return message
 
 
 def _join(texts: str | list[TextBlock]) -> str:

@@ -110,12 +110,12 @@ class BatchDriver:
         now = time.monotonic()
         self._pauses = {batch: until for batch, until in self._pauses.items() if until > now}
         turns: Counter[str] = Counter(batch.owner for batch in self._tasks)
-        ranked = []
+        candidates = []
         for batch in open_batches:
             if batch not in self._tasks:
-                ranked.append((turns[batch.owner], batch))
+                candidates.append((turns[batch.owner], batch))
                 turns[batch.owner] += 1
-        for turn, batch in sorted(ranked):
+        for turn, batch in sorted(candidates):
             if app is None or self._is_stopping or (self._is_full and self._removable(turn) is None):
                 return
             if batch in self._pauses or not (epoch := int(await self._run(batch, "acquire", self._least_epoch))):

@@ -224,10 +224,10 @@ class FileStore:
         name = printable(filename, MAX_NAME_CHARS)
         retention_s = self._settings.file_retention_s
         expires_at = now + min(retention_s if kept_s is None else kept_s, retention_s)
-        stored = StoredFile(file_id, part.stat().st_size, now, expires_at, name, purpose)
+        file = StoredFile(file_id, part.stat().st_size, now, expires_at, name, purpose)
         part.rename(folder / file_id)
-        write_whole(folder / f"{file_id}.json", orjson.dumps(stored))
-        return stored
+        write_whole(folder / f"{file_id}.json", orjson.dumps(file))
+        return file
 
     def find(self, tenant: str, file_id: str) -> StoredFile:
         """Return a file of a tenant. Raise ApiError(404)."""
@@ -290,9 +290,11 @@ class FileStore:
 
     def _check_room(self, folder: Path, more_bytes: int) -> None:
         settings = self._settings
-        used = used_bytes(folder) + more_bytes
-        if used > settings.tenant_file_bytes:
-            text = f"files: {used} of at most {settings.tenant_file_bytes} bytes; delete files that are not needed"
+        total_bytes = used_bytes(folder) + more_bytes
+        if total_bytes > settings.tenant_file_bytes:
+            text = (
+                f"files: {total_bytes} of at most {settings.tenant_file_bytes} bytes; delete files that are not needed"
+            )
             raise ApiError(413, text, code="file_quota_exceeded")
         count = sum(1 for name in os.listdir(folder) if FILE_ID.fullmatch(name))
         if count >= settings.tenant_files:
@@ -303,11 +305,11 @@ class FileStore:
         """Return a file that exists and has not expired; None also for a record that cannot be read."""
         try:
             with open_plain(folder / f"{file_id}.json") as record:
-                stored = _STORED.validate_json(record.read())
+                file = _STORED.validate_json(record.read())
         except (FileNotFoundError, ValidationError):
             return None
-        is_here = stored.id == file_id and (folder / file_id).is_file()
-        return stored if is_here and stored.expires_at > time.time() else None
+        is_here = file.id == file_id and (folder / file_id).is_file()
+        return file if is_here and file.expires_at > time.time() else None
 
     @staticmethod
     def _remove(folder: Path, file_id: str) -> None:

@@ -247,9 +247,9 @@ class BatchStore:
                 sealed.append((before.epoch, whole))
             new_state = replace(before, epoch=epoch, sealed=sealed)
             self._put(folder, new_state)
-            kept = {_state_name(epoch), *(journal_name(each) for each, _ in sealed)}
+            names = {_state_name(epoch), *(journal_name(each) for each, _ in sealed)}
             for path in folder.iterdir():
-                if path.name not in kept and EPOCHAL.match(path.name):
+                if path.name not in names and EPOCHAL.match(path.name):
                     path.unlink(missing_ok=True)
         return new_state
 
@@ -301,11 +301,11 @@ class BatchStore:
         if len(ids) < MAX_BATCHES:
             return
         stored = (self._read(folder / batch_id) for batch_id in ids)
-        ended = next((batch for batch in stored if batch is not None and batch.status in ENDED), None)
-        if ended is None:
+        ended_batch = next((batch for batch in stored if batch is not None and batch.status in ENDED), None)
+        if ended_batch is None:
             text = f"batches: {MAX_BATCHES} have not ended, which is the most; {RETRY}, or cancel some"
             raise ApiError(429, text, code="too_many_batches", retry_after_s=60)
-        _remove(folder / ended.order.id)
+        _remove(folder / ended_batch.order.id)
 
     def _marker(self, batch: OpenBatch) -> Path:
         folder = self._files.folder(batch.owner).parent / "open"
@@ -355,7 +355,7 @@ def unknown_batch(batch_id: str) -> ApiError:
 
 def _remove(folder: Path) -> None:
     """Remove the folder of a batch: first its name, so that no half of it is ever a batch."""
-    gone = folder.with_name(f".new-{folder.name}")
+    removed_folder = folder.with_name(f".new-{folder.name}")
     with contextlib.suppress(OSError):
-        folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(removed_folder)
+    shutil.rmtree(removed_folder, ignore_errors=True)

@@ -191,10 +191,10 @@ class Run:
 
     async def _watch(self) -> str:
         """Return the status that the batch ends with as soon as it has to."""
-        written, rounds = self._state, 0
+        written_state, rounds = self._state, 0
         while not (end_status := await self._must_end(counts_bytes=rounds % ROOM_ROUNDS == 0)):
-            if self._state != written:
-                written = self._state
+            if self._state != written_state:
+                written_state = self._state
                 await self._write()
             await asyncio.sleep(WATCH_S)
             rounds += 1
@@ -219,9 +219,11 @@ class Run:
     async def _row(self, lines: InputLines, number: int) -> tuple[bool, bytes, Usage]:
         """Return whether the request of a line failed, its output line and its tokens. Raise KeyGone, OSError."""
         try:
-            got = await self._exchange(lines, number)
-            row = answer_line(self._row_id(number), got.custom_id, got.status, got.request_id, got.body())
-            return got.status >= 400, orjson.dumps(row), usage_of(row)
+            exchange = await self._exchange(lines, number)
+            row = answer_line(
+                self._row_id(number), exchange.custom_id, exchange.status, exchange.request_id, exchange.body()
+            )
+            return exchange.status >= 400, orjson.dumps(row), usage_of(row)
         except (KeyGone, OSError):
             raise
         except Exception:
@@ -351,10 +353,10 @@ class Run:
         parts = self._folder / f".good-{self._epoch}", self._folder / f".bad-{self._epoch}"
         for part in parts:
             part.unlink(missing_ok=True)
-        *counts, expired = write_outputs(self._folder, counted_rows, parts)
+        *counts, expired_count = write_outputs(self._folder, counted_rows, parts)
         ids = [file_id if count else None for file_id, count in zip(self._state.outputs, counts, strict=True)]
         last = self._state.move(
-            status, time.time(), completed=counts[0], failed=counts[1], expired=expired,
+            status, time.time(), completed=counts[0], failed=counts[1], expired=expired_count,
             usage=_total(counted_rows), output_file_id=ids[0], error_file_id=ids[1],
         )  # fmt: skip
 
@@ -384,11 +386,11 @@ class Writer:
 
     async def put(self, number: int, is_failed: bool, line: bytes) -> None:
         """Return when the row is on the disk. Raise OSError."""
-        done = asyncio.get_running_loop().create_future()
-        self._rows.append(((number, is_failed, line), done))
+        future = asyncio.get_running_loop().create_future()
+        self._rows.append(((number, is_failed, line), future))
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._write())
-        await done
+        await future
 
     async def close(self) -> None:
         """Return when nothing is written any more."""

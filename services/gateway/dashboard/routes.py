@@ -109,11 +109,11 @@ class _Events(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         write_task = asyncio.create_task(self._write(send))
-        leaving = asyncio.create_task(until_disconnect(receive))
+        disconnect_task = asyncio.create_task(until_disconnect(receive))
         try:
-            await asyncio.wait({write_task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({write_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await end(write_task, leaving)
+            await end(write_task, disconnect_task)
             await self._feed.leave(self._viewer)
 
     async def _write(self, send: Send) -> None:

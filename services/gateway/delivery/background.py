@@ -172,10 +172,10 @@ class OrphanAdopter:
         if names:
             rows = {name: background.end_counts.get(name, -1) for name in names}
             waiting_ids, unread = await self._forget(self._gateway_id, rows)
-        again = unread & self._unread
-        background.readerless |= again - background.unreadable.keys()
-        self._unread = unread - again
-        for name in again | (names - waiting_ids - unread):
+        repeats = unread & self._unread
+        background.readerless |= repeats - background.unreadable.keys()
+        self._unread = unread - repeats
+        for name in repeats | (names - waiting_ids - unread):
             background.end_counts.pop(name, None)
 
     async def _look_for_orphans(self) -> None:

@@ -473,10 +473,10 @@ class Dispatcher:
 
     def decode(self, request_id: str, record: dict[bytes, bytes], decode: Callable[[dict[bytes, bytes]], T]) -> T:
         """Return decode(record) of `req:{id}`. Raise ApiError(500) for a record that cannot be read."""
-        found = self._letters.read(self._keys.req(request_id), record, decode)
-        if found is None:
+        value = self._letters.read(self._keys.req(request_id), record, decode)
+        if value is None:
             raise broken_record()
-        return found
+        return value
 
     async def read(self, stream: RequestStream) -> None:
         """Fill a stream that gets nothing else from the record of its request. Raise ApiError(503)."""
@@ -754,9 +754,9 @@ class Dispatcher:
     async def _write_cached(self) -> None:
         batch, self._cached_tokens = self._cached_tokens, []
         pipe: Any = self._redis.pipeline(transaction=False)
-        for request_id, choice, cached in batch:
+        for request_id, choice, cached_tokens in batch:
             key = self._keys.req(request_id)
-            pipe.hset(key, f"cached:{choice}", cached)
+            pipe.hset(key, f"cached:{choice}", cached_tokens)
             pipe.pexpire(key, KEPT_TTL_MS, nx=True)  # of no effect but on a record that had expired
         try:
             await pipe.execute(raise_on_error=False)
@@ -811,11 +811,11 @@ class Dispatcher:
         batch = [self._unread.pop(name) for name in list(self._unread)[:ROUND]]
         streams = [one for one in batch if self._streams.get(one.request_id) is one]
         try:
-            for stream, found in zip(streams, await _read_missing(self._redis, self._keys, streams), strict=True):
-                if isinstance(found, Exception):
-                    log.warning("record of %s not read: %s", stream.request_id, found)
+            for stream, missing in zip(streams, await _read_missing(self._redis, self._keys, streams), strict=True):
+                if isinstance(missing, Exception):
+                    log.warning("record of %s not read: %s", stream.request_id, missing)
                 else:
-                    self._take_record(stream, *found)
+                    self._take_record(stream, *missing)
         except (*Unreachable, RedisError) as error:
             log.warning("records of %d requests not read: %s", len(streams), error)
         finally:

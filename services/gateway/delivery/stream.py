@@ -189,9 +189,9 @@ class RequestStream:
         if self.max_rows and len(self._rows) >= self.max_rows:
             return Offer.OVERFLOW
         if row.drafts:
-            accepted = min(max(len(tokens) - 1, 0), row.drafts)
-            self.accepted_drafts += accepted
-            self.rejected_drafts += 0 if late else row.drafts - accepted  # of a row that came again they are counted
+            right = min(max(len(tokens) - 1, 0), row.drafts)
+            self.accepted_drafts += right
+            self.rejected_drafts += 0 if late else row.drafts - right  # of a row that came again they are counted
         if row.cached_tokens:
             self.cached_tokens[choice] = row.cached_tokens
         self.received_tokens[choice] = have + len(tokens)
@@ -264,9 +264,9 @@ class RequestStream:
         if not self._parts:  # rows that have to wait stay where the bound counts them
             room = most - sum(len(row.tokens) for row in parts)
             ends = itertools.accumulate(len(row.tokens) for row in self._rows)
-            fitting = len(list(itertools.takewhile(lambda end: end <= room, ends)))
-            parts += self._rows[:fitting]
-            del self._rows[:fitting]
+            fit_count = len(list(itertools.takewhile(lambda end: end <= room, ends)))
+            parts += self._rows[:fit_count]
+            del self._rows[:fit_count]
         self._has_more = bool(self._parts or self._rows)
         return parts
 
@@ -695,10 +695,12 @@ class Generation:
         stream, tokens = self.stream, sum(choice.count for choice in self.choices)
         if self.spec.prompt_only:
             tokens = 0
-        thought = sum(choice.reasoning_tokens for choice in self.choices) if self.spec.reasoning else None
+        reasoning_tokens = sum(choice.reasoning_tokens for choice in self.choices) if self.spec.reasoning else None
         # Of each prompt's first choice: later ones may find what it has computed.
         cached = sum(stream.cached_tokens.get(choice, 0) for choice in range(0, self.spec.choices, self.spec.n))
-        return Usage(self.spec.prompt_tokens, tokens, stream.accepted_drafts, stream.rejected_drafts, thought, cached)
+        return Usage(
+            self.spec.prompt_tokens, tokens, stream.accepted_drafts, stream.rejected_drafts, reasoning_tokens, cached
+        )
 
     async def prompt_logprobs(self) -> PromptLogprobs | None:
         """Return the log-probabilities of the prompts, once the request has ended; None where none are wanted.
@@ -767,10 +769,10 @@ class Generation:
                     raise self._error
                 break
             reason = REASONS.get(Finish(row.finish)) if row.finish else None
-            skipped = max(0, self._had[row.choice] - choice.count)
+            skipped_tokens = max(0, self._had[row.choice] - choice.count)
             text, tokens, has_stopped = self._feed(row.choice, row.tokens, reason)
             calls, reasoning, parts = choice.calls, choice.reasoning, choice.parts
-            self._keep_logprobs(row, skipped, tokens)
+            self._keep_logprobs(row, skipped_tokens, tokens)
             finish_reason = choice.finish_reason
             beyond = self._had[row.choice] - choice.count  # see Position
             if has_stopped:
@@ -811,11 +813,11 @@ class Generation:
         if not skipped_tokens:
             return choice.feed(tokens, reason)
         skips_all = skipped_tokens >= len(tokens)
-        text, _, stopped = choice.feed(tokens[:skipped_tokens], None)
+        text, _, has_stopped = choice.feed(tokens[:skipped_tokens], None)
         self.passed_over(Delta(number, text, [], None, choice.calls, choice.reasoning, choice.parts))
-        if stopped or (skips_all and reason is None):
+        if has_stopped or (skips_all and reason is None):
             choice.calls, choice.reasoning, choice.parts = [], "", []
-            return "", [], stopped
+            return "", [], has_stopped
         return choice.feed(tokens[skipped_tokens:], reason)
 
     def _keep_logprobs(self, row: Row, skipped_tokens: int, tokens: list[int]) -> None:

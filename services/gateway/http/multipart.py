@@ -120,14 +120,14 @@ def _part(head: bytes) -> Part:
                 )
             message["content-disposition"] = value.strip()
     try:
-        given, filename = message.get_param("name", header="content-disposition"), message.get_filename()
+        field_name, filename = message.get_param("name", header="content-disposition"), message.get_filename()
     except ValueError:  # as of a boundary
         raise _multipart_error(
             f"the filename of {head[:80]!r} cannot be read; send it as filename=TEXT in UTF-8"
         ) from None
-    if not isinstance(given, str) or message.get_content_disposition() != "form-data":
+    if not isinstance(field_name, str) or message.get_content_disposition() != "form-data":
         raise _multipart_error("a part has no name; send Content-Disposition: form-data; name=...")
-    return Part(given, filename)
+    return Part(field_name, filename)
 
 
 def _multipart_error(problem: str) -> ApiError:

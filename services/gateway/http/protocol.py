@@ -88,14 +88,14 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        over = len(self.connections) - self._bounds.connections
-        if over > 0 and self._bounds.idle:
+        excess = len(self.connections) - self._bounds.connections
+        if excess > 0 and self._bounds.idle:
             longest, _ = self._bounds.idle.popitem(last=False)
             longest.transport.close()
-        elif over > OVER_THE_LIMIT:
+        elif excess > OVER_THE_LIMIT:
             transport.abort()
             return
-        elif over > 0:
+        elif excess > 0:
             text = f"too many connections (limit {self._bounds.connections}); retry later"
             self._refusal = ApiError(503, text, code="too_many_connections", retry_after_s=1)
         self._wait()
@@ -163,10 +163,10 @@ class Protocol(HttpToolsProtocol):
         if self.pipeline or self.transport.is_closing():
             return
         if self._buffer:
-            held = bytes(self._buffer)
+            data = bytes(self._buffer)
             self._buffer.clear()
             self._wait()
-            self.data_received(held)
+            self.data_received(data)
         elif self._late is None:
             self._bounds.idle[self] = None
         else:  # part of a request is there: `_too_late` ends it, and not the time for an idle connection
@@ -450,13 +450,13 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "0")
+        content_length = Headers(scope=scope).get("content-length", "0")
         most_bytes = self._larger.get(scope["path"], self._most_bytes)
-        digits = declared.lstrip("0")  # the parser bounds the number, and not its zeros: int() takes 4,300 digits
+        digits = content_length.lstrip("0")  # the parser bounds the number, and not its zeros: int() takes 4,300 digits
         if digits.isdecimal() and int(digits) > most_bytes:
             await too_big(most_bytes, f"{digits} bytes").send(send, scope["path"])
             return
-        seen = held = 0
+        received_bytes = held_bytes = 0
         is_held = scope["path"] not in self._larger
         caller = scope.get("state", {}).get("caller", Caller(""))
         releases: list[Callable[[], None]] = []
@@ -466,17 +466,17 @@ class BodyLimit:
                 releases.pop()()
 
         async def counted() -> Message:
-            nonlocal seen, held
+            nonlocal received_bytes, held_bytes
             message = await receive()
             if message["type"] == "http.request":
-                seen += len(message.get("body", b""))
-                if seen > most_bytes:
+                received_bytes += len(message.get("body", b""))
+                if received_bytes > most_bytes:
                     raise too_big(most_bytes, "more")
                 if not message.get("more_body"):
                     release()  # it is read at once, and then bounded where it waits
-                elif is_held and (more := (seen - held) // HELD_BYTES * HELD_BYTES):
-                    releases.append(self._hold(caller, more, held))
-                    held += more
+                elif is_held and (more := (received_bytes - held_bytes) // HELD_BYTES * HELD_BYTES):
+                    releases.append(self._hold(caller, more, held_bytes))
+                    held_bytes += more
             return message
 
         try:

@@ -264,9 +264,9 @@ class GrpcFront:
         try:
             async with asyncio.timeout(patience_s):
                 await asyncio.wait([read_task], timeout=AT_ONCE_S)
-                with contextlib.ExitStack() as held:
+                with contextlib.ExitStack() as stack:
                     if not read_task.done():
-                        held.callback(self._gateway.bodies.hold(call.caller, self._longest))
+                        stack.callback(self._gateway.bodies.hold(call.caller, self._longest))
                     request = await read_task
         except TimeoutError:
             text = f"request incomplete after {patience_s:g} s; send it in less time"
@@ -375,11 +375,11 @@ class GrpcFront:
             code = STATUS.get(error.status, grpc.StatusCode.INTERNAL)
             status = code.name.lower()
             details = {"code": error.code, "param": error.param, "retry-after": error.headers.get("Retry-After")}
-            trailing = tuple(
+            trailing_metadata = tuple(
                 (name, value) for name, value in details.items() if value and value.isascii() and value.isprintable()
             )
             message = error.message.encode()[:MOST_MESSAGE_BYTES].decode("utf-8", "ignore")
-            await context.abort(code, message, trailing)
+            await context.abort(code, message, trailing_metadata)
         except Exception:
             status = "internal"
             log.exception("%s failed", method)
@@ -502,10 +502,10 @@ class _Stream:
 
     async def _write(self, response: kserve.ModelStreamInferResponse) -> None:
         """Write one answer. A caller that is cancelled leaves its write to end: gRPC takes no second one beside it."""
-        writing = asyncio.create_task(self._write_in_turn(response))
-        self._writes.add(writing)
-        writing.add_done_callback(self._forget)
-        await asyncio.shield(writing)
+        write_task = asyncio.create_task(self._write_in_turn(response))
+        self._writes.add(write_task)
+        write_task.add_done_callback(self._forget)
+        await asyncio.shield(write_task)
 
     async def _write_in_turn(self, response: kserve.ModelStreamInferResponse) -> None:
         async with self._turn:

@@ -64,12 +64,12 @@ def fields_of(request: kserve.ModelInferRequest) -> dict[str, Any]:
         raise invalid("text_input", "you must provide the input text_input", "missing_required_parameter")
     texts = [_text(element, "text_input") for element in tensors["text_input"]]
     fields = {"model": request.model_name, "prompt": texts[0] if len(texts) == 1 else texts}
-    given = [_parameters(request.parameters)]
+    parameters = [_parameters(request.parameters)]
     if "sampling_parameters" in tensors:
-        given.append(_json_object(tensors["sampling_parameters"]))
+        parameters.append(_json_object(tensors["sampling_parameters"]))
     if "stream" in tensors:
-        given.append({"stream": _only_element(tensors["stream"], "stream")})
-    for more in given:
+        parameters.append({"stream": _only_element(tensors["stream"], "stream")})
+    for more in parameters:
         for name, value in more.items():
             if name in OVER_HTTP:
                 raise invalid(name, f"{name} is not a parameter over gRPC", "unsupported_parameter")

@@ -95,7 +95,7 @@ def _order(body: BatchBody, request: Request) -> BatchOrder:
     if hours > MAX_HOURS:
         raise invalid("completion_window", f"completion_window may be up to {MAX_HOURS}h; got {body.completion_window}")
     caller, now = request.state.caller, int(time.time())
-    kept: dict[str, Any] = {"output_kept_s": body.output_expires_after.seconds} if body.output_expires_after else {}
+    fields: dict[str, Any] = {"output_kept_s": body.output_expires_after.seconds} if body.output_expires_after else {}
     return BatchOrder(
         id=new_id("batch_"),
         tenant=caller.tenant,
@@ -106,5 +106,5 @@ def _order(body: BatchBody, request: Request) -> BatchOrder:
         created_at=now,
         expires_at=now + 3600 * hours,
         metadata=body.metadata,
-        **kept,
+        **fields,
     )

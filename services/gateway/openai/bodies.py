@@ -554,15 +554,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def check_body(value: dict[str, Any], kind: type[T]) -> T:
     """Return the body that an object describes. Raise ApiError(400) for the first bad field."""
     try:
-        parsed = kind.model_validate(value)
+        body = kind.model_validate(value)
     except ValidationError as error:
         raise _refusal(error) from error
     for name in UNSUPPORTED if not UNSUPPORTED.keys().isdisjoint(value) else ():
-        sent = getattr(parsed, name, None)
+        sent = getattr(body, name, None)
         if sent is None or any(type(sent) is type(value) and sent == value for value in UNSUPPORTED[name]):
             continue
         raise invalid(name, f"{name} is not supported yet; leave it out; got {quote(sent)}", "unsupported_parameter")
-    return parsed
+    return body
 
 
 async def read_body(request: Request, kind: type[T]) -> T:
@@ -692,17 +692,17 @@ def check_records(choices: int, max_tokens: int, logprob_count: int) -> None:
 
 def check_prompt_records(spec: GenerationSpec) -> None:
     """Raise ApiError for log-probabilities of prompts that are streamed, or take too much."""
-    if not (wanted := spec.prompt_wanted):
+    if not (count := spec.prompt_wanted):
         return
     field = "echo" if spec.prompt_logprobs is None else "prompt_logprobs"
     if spec.stream:
         text = "stream cannot be combined with log-probabilities of the prompt, which come in one answer"
         raise invalid("stream", f"{text}; leave stream out, or {field}")
     tokens = spec.prompt_tokens * (1 if spec.endpoint == "chat" else spec.keep or spec.n)
-    if (size := tokens * prompt_record_bytes(wanted)) > MOST_PROMPT_RECORD_BYTES:
+    if (size := tokens * prompt_record_bytes(count)) > MOST_PROMPT_RECORD_BYTES:
         raise invalid(
             field,
-            f"log-probabilities of {tokens} prompt tokens, counted in each choice, and {wanted - 1} others beside each "
+            f"log-probabilities of {tokens} prompt tokens, counted in each choice, and {count - 1} others beside each "
             f"would take {size / 2**20:.1f} MiB; an answer gets at most {MOST_PROMPT_RECORD_BYTES >> 20}: send fewer "
             "or shorter prompts, or ask for fewer choices or most likely tokens",
         )
@@ -737,9 +737,9 @@ async def served_model(gateway: Gateway, name: str | None, caller: Caller, latel
     if caller.models:
         wanted_name = model.name if model is not None else models.resolve(name or "")
         if wanted_name and wanted_name not in caller.models:
-            allowed = ", ".join(sorted(caller.models))
+            names = ", ".join(sorted(caller.models))
             raise ApiError(
-                403, f"model: this key is for {allowed}; got {quote(name or wanted_name)}", param="model",
+                403, f"model: this key is for {names}; got {quote(name or wanted_name)}", param="model",
                 code="model_not_allowed",
             )  # fmt: skip
     if model is None:
@@ -861,9 +861,9 @@ def generation_spec(
                 f"stop_token_ids[{index}] must be a token id from 0 to {model.vocab_size - 1}; got {token}",
             )
     eos = [] if body.ignore_eos else model.eos_ids
-    given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
+    body_fields = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
     spec = GenerationSpec(
-        **given,
+        **body_fields,
         id=request_id or ids.request_id(endpoint),
         endpoint=endpoint,
         created=int(time.time()),

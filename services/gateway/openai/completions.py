@@ -138,12 +138,12 @@ async def read_prompts(
             return await model.threads.run(_token_prompts, lists, prompt, field, model), []
         return _token_prompts(lists, prompt, field, model), []
     check_choices(len(texts), n, limits, "n" if field == "prompt" else field)
-    encoded = await _encode(texts, model, limits, add_special_tokens, field)
-    for index, tokens in enumerate(encoded):
+    prompt_ids = await _encode(texts, model, limits, add_special_tokens, field)
+    for index, tokens in enumerate(prompt_ids):
         if not tokens:
             name = field if len(texts) == 1 else f"{field}[{index}]"
             raise invalid(field, f"{name} is empty: it has no token; got {quote(texts[index])}")
-    return encoded, texts
+    return prompt_ids, texts
 
 
 def _token_prompts(lists: list[list[int]], prompt: Any, field: str, model: ModelText) -> list[list[int]]:

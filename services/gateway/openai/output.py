@@ -67,17 +67,17 @@ def plan_tools(body: ChatBody, model: ModelText) -> ToolPlan:
             "the chat template of this model has no tools; set the format of calls with --tool-parser",
             "tools_unavailable",
         )
-    callable_, forced = _callable(tools, choice)
+    callable_, is_forced = _callable(tools, choice)
     parallel = body.parallel_tool_calls is not False
     functions = [tool.function for tool in callable_]
     texts = texts_of(functions) if has_texts(model.tool_format) else ()
-    use = ToolUse(model.tool_format, tuple(function.name for function in functions), parallel, forced, texts)
-    grammar = calls_grammar(use, functions, partial(_atom, model=model)) if forced else ""
+    use = ToolUse(model.tool_format, tuple(function.name for function in functions), parallel, is_forced, texts)
+    grammar = calls_grammar(use, functions, partial(_atom, model=model)) if is_forced else ""
     # With a named function the model sees all tools, also those that it may not call.
     offered = tools if isinstance(choice, ChosenTool) else callable_
-    dumped = tuple(tool.model_dump(exclude_none=True) for tool in offered)
+    tool_bodies = tuple(tool.model_dump(exclude_none=True) for tool in offered)
     has_control = any(_control_id(mark, model) is not None for mark in marks_of(use.format))
-    return ToolPlan(use, dumped, grammar, has_control)
+    return ToolPlan(use, tool_bodies, grammar, has_control)
 
 
 def binds_output(body: StructuredBody, tools: ToolPlan) -> bool:
@@ -173,12 +173,12 @@ def _callable(tools: Sequence[Tool], choice: ToolChoice) -> tuple[list[Tool], bo
     """Return the tools that may be called, and whether one of them has to be. Raise ApiError(400)."""
     if isinstance(choice, str):
         return list(tools), choice == "required"
-    chosen = [choice] if isinstance(choice, ChosenTool) else choice.allowed_tools.tools
+    chosen_tools = [choice] if isinstance(choice, ChosenTool) else choice.allowed_tools.tools
     by_name = {tool.function.name: tool for tool in tools}
-    for name in (one.function.name for one in chosen):
+    for name in (one.function.name for one in chosen_tools):
         if name not in by_name:
             raise invalid("tool_choice", f"tool_choice names a function that is not in tools; got {quote(name)}")
-    names = {one.function.name for one in chosen}
+    names = {one.function.name for one in chosen_tools}
     allowed = [tool for name, tool in by_name.items() if name in names]
     return allowed, not isinstance(choice, AllowedChoice) or choice.allowed_tools.mode == "required"
 

@@ -49,12 +49,12 @@ def pooled_answer(spec: GenerationSpec, records: list[bytes]) -> dict[str, Any]:
 
 def _by_type(spec: GenerationSpec, vectors: list[Float32]) -> dict[str, Any]:
     """Return the vectors in the forms that were asked for, by name."""
-    made: dict[str, Any] = {}
+    vectors_by_type: dict[str, Any] = {}
     if spec.floats_too or not spec.base64:
-        made["float"] = [_floats(numbers) for numbers in vectors]
+        vectors_by_type["float"] = [_floats(numbers) for numbers in vectors]
     if spec.base64:
-        made["base64"] = [_base64(numbers) for numbers in vectors]
-    return made
+        vectors_by_type["base64"] = [_base64(numbers) for numbers in vectors]
+    return vectors_by_type
 
 
 def _vector(spec: GenerationSpec, record: bytes) -> Float32:

@@ -205,7 +205,7 @@ def chat_body(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> C
 
 def in_words_of_responses(error: ApiError) -> ApiError:
     """Rewrite an error about the chat request in the names of `/v1/responses`."""
-    for chat, ours in (
+    for chat, replacement in (
         (r"messages(\[\d+\][\w.\[\]]*)?", "input"),
         (r"max_completion_tokens|max_tokens", "max_output_tokens"),
         (r"response_format", "text.format"),
@@ -214,8 +214,8 @@ def in_words_of_responses(error: ApiError) -> ApiError:
         (r"(tools\[\d+\]|tool_choice)\.function", r"\1"),
         (r"tool_choice\.allowed_tools", "tool_choice"),
     ):
-        error.message = re.sub(rf"\b(?:{chat})(?!\w)", ours, error.message)
-        error.param = re.sub(rf"^(?:{chat})\b", ours, error.param) if error.param else None
+        error.message = re.sub(rf"\b(?:{chat})(?!\w)", replacement, error.message)
+        error.param = re.sub(rf"^(?:{chat})\b", replacement, error.param) if error.param else None
     return error
 
 
@@ -423,11 +423,11 @@ def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     message, reason = choice["message"], choice["finish_reason"]
     calls = message.get("tool_calls") or []
     items = []
-    thought = message.get("reasoning_content")
-    if thought:
+    reasoning_text = message.get("reasoning_content")
+    if reasoning_text:
         is_last = not (message["content"] or calls)
-        items.append(reasoning_item(shell["id"], thought, _status(reason) if is_last else "completed"))
-    if message["content"] or not (calls or thought):
+        items.append(reasoning_item(shell["id"], reasoning_text, _status(reason) if is_last else "completed"))
+    if message["content"] or not (calls or reasoning_text):
         items.append(message_item(shell["id"], message["content"] or "", _status(reason)))
     for index, call in enumerate(calls):
         status = _call_status(reason, is_last=index == len(calls) - 1)
@@ -549,9 +549,11 @@ class ResponseEvents:
                 status = _status(reason) if len(self._items) == 1 else "completed"
             else:
                 status = _status(reason) if key == MESSAGE else _call_status(reason, is_last=key == max(self._items))
-            done, event = self._finish_item(key, item, status)
-            output.append(done)
-            events += event + self._event("response.output_item.done", output_index=item.at["output_index"], item=done)
+            item_json, event = self._finish_item(key, item, status)
+            output.append(item_json)
+            events += event + self._event(
+                "response.output_item.done", output_index=item.at["output_index"], item=item_json
+            )
         return events, finish(self._shell, output, reason, usage.body())
 
     def error(self, error: ApiError) -> bytes:
@@ -788,10 +790,10 @@ def router(gateway: Gateway) -> APIRouter:
     ) -> Response:
         """Return the items of the conversation before a stored response, a page at a time."""
         model = await holding(response_id, request)
-        stored = await find(model, response_id, request)
-        if not stored.response["store"]:
+        response = await find(model, response_id, request)
+        if not response.response["store"]:
             raise unknown_request(response_id)
-        return json_response(list_page(stored.input, limit, after, newest_first=order == "desc"))
+        return json_response(list_page(response.input, limit, after, newest_first=order == "desc"))
 
     @routes.post("/v1/responses/{response_id}/cancel", responses={200: _RESPONSE, **errors(404, 429, 503)})
     async def cancel_response(response_id: str, request: Request) -> Response:
@@ -799,10 +801,10 @@ def router(gateway: Gateway) -> APIRouter:
         check_name(response_id)
         model = await holding(response_id, request)
         verdict = await model.dispatcher.cancel_for(response_id, request.state.tenant)  # also where no more may be read
-        stored = await find(model, response_id, request)
-        if stored.is_running and verdict != "finished":
-            stored.response["status"] = "cancelled"
-        return json_response(stored.response)
+        response = await find(model, response_id, request)
+        if response.is_running and verdict != "finished":
+            response.response["status"] = "cancelled"
+        return json_response(response.response)
 
     return routes
 
@@ -889,9 +891,9 @@ class Responses:
         if response is not None:
             return replace(response, response=of_record(state, answer, response.response))
         body = ResponsesBody(model=model.name, input="", background=state["background"], store=False)
-        created = answer["created"] if answer else state["enqueued_ms"] // 1000
+        created_s = answer["created"] if answer else state["enqueued_ms"] // 1000
         return StoredResponse(
-            tenant, of_record(state, answer, shell(body, response_id, created, model.text.defaults)), []
+            tenant, of_record(state, answer, shell(body, response_id, created_s, model.text.defaults)), []
         )
 
 
@@ -918,13 +920,13 @@ def stored_items(items: Sequence[dict[str, Any]], response_id: str) -> list[dict
     """Return items as clients read them: with ids, those of the response and their place where they have none, and with
     the text of a message as a part.
     """
-    ending = response_id.removeprefix(ids.ENDPOINTS[KIND].id_prefix)
+    suffix = response_id.removeprefix(ids.ENDPOINTS[KIND].id_prefix)
     given = [{name: value for name, value in item.items() if value is not None} for item in items]
-    stored = [{"id": f"item_{ending}_{index}", "type": "message", **item} for index, item in enumerate(given)]
-    for item in stored:
+    message_items = [{"id": f"item_{suffix}_{index}", "type": "message", **item} for index, item in enumerate(given)]
+    for item in message_items:
         if item["type"] == "message" and isinstance(text := item["content"], str):
             item["content"] = [text_part(text) if item["role"] == "assistant" else {"type": "input_text", "text": text}]
-    return stored
+    return message_items
 
 
 async def _spec(

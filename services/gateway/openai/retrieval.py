@@ -219,7 +219,7 @@ async def _encode(
     most = min(limits.max_model_len - 1, limits.max_input_tokens or limits.max_model_len)
 
     def work() -> list[Pair]:
-        made = []
+        pair_ids = []
         for index, (first, second) in enumerate(texts):
             pair = pairs.encode(first, second, instruction or "")
             if len(pair.ids) > most:  # the rest is not encoded: one long query meets each of the documents
@@ -229,8 +229,8 @@ async def _encode(
                     f"most {most}. Please shorten it.",
                     "context_length_exceeded",
                 )
-            made.append(pair)
-        return made
+            pair_ids.append(pair)
+        return pair_ids
 
     try:
         quick = model.is_quick(sum(len(first) + len(second) for first, second in texts))

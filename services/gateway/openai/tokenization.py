@@ -44,9 +44,9 @@ def router(gateway: Gateway) -> APIRouter:
             tokens = await encode_text(body.prompt or "", model.text, limits, body.add_special_tokens is not False)
         answer = {"count": len(tokens), "max_model_len": _context(model), "tokens": tokens}
         if body.return_token_strs:
-            many = len(tokens) > THREAD_TOKENS
+            is_long = len(tokens) > THREAD_TOKENS
             strings = model.text.tokens
-            answer["token_strs"] = await model.text.threads.run(strings, tokens) if many else strings(tokens)
+            answer["token_strs"] = await model.text.threads.run(strings, tokens) if is_long else strings(tokens)
         return json_response(answer)
 
     @routes.post(

@@ -113,26 +113,26 @@ class ChatTemplate:
         """
         if self._template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
-        hidden = _Hidden(self._pattern)
-        shown = [dict(message) for message in messages]
+        hiding = _Hidden(self._pattern)
+        shown_messages = [dict(message) for message in messages]
         if continues:
-            shown[-1]["content"] += hidden.end
-        context = hidden.hide({"messages": shown, "tools": list(tools) or None, **variables})
+            shown_messages[-1]["content"] += hiding.end
+        context = hiding.hide({"messages": shown_messages, "tools": list(tools) or None, **variables})
         text = self._render(self._template, {**context, "add_generation_prompt": add_generation_prompt})
         if continues:
-            text, separator, _ = text.rpartition(hidden.end)
+            text, separator, _ = text.rpartition(hiding.end)
             if not separator:
                 field = "continue_final_message"
                 raise invalid(field, f"{field}: the model's chat template does not show the final message")
-        written = 0
+        count = 0
         if self._pattern is not None:
-            text, written = self._pattern.subn(lambda match: self._new_names[match.group()], text)
+            text, count = self._pattern.subn(lambda match: self._new_names[match.group()], text)
         try:
-            ids = self._twin.encode(hidden.show(text), add_special_tokens=False)
+            ids = self._twin.encode(hiding.show(text), add_special_tokens=False)
         except TokenizerError as error:
             raise untokenizable("messages", error) from error
         ids = [self._original_id.get(id_, id_) for id_ in ids]
-        if hidden.is_used and sum(id_ in self._special_ids for id_ in ids) != written:
+        if hiding.is_used and sum(id_ in self._special_ids for id_ in ids) != count:
             raise invalid("messages", "a message contains the text of a control token that cannot be encoded as text")
         return ids
 

@@ -146,12 +146,12 @@ class TableDetokenizer:
         text = None if self._is_open else self._texts[token]
         if text is None:
             text = self._decoder.decode(self._pieces[token])
-            begun = self._decoder.getstate()[0]
-            if begun[:1] == b"\xed" and begun[1:] >= b"\xa0":
+            rest = self._decoder.getstate()[0]
+            if rest[:1] == b"\xed" and rest[1:] >= b"\xa0":
                 # Half a surrogate: Python's decoder waits for the rest of what can never be a code point.
                 text += self._decoder.decode(b"", final=True)
-                begun = b""
-            self._is_open = bool(begun)
+                rest = b""
+            self._is_open = bool(rest)
         if self._strip and text:
             self._strip = False
             text = text.removeprefix(" ")

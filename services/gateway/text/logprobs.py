@@ -70,10 +70,10 @@ class Logprobs:
             logprobs = unpack_records(records, self._spec.sampling.logprobs)
             self._sampled_logprobs[choice].extend(one.sampled_logprob for one in logprobs)
         if self._spec.logprobs is not None:
-            held = self._unsent[choice]
-            held.first_index = held.first_index if held.tokens else first
-            held.tokens += tokens
-            held.records += records
+            unsent = self._unsent[choice]
+            unsent.first_index = unsent.first_index if unsent.tokens else first
+            unsent.tokens += tokens
+            unsent.records += records
 
     async def write(self) -> None:
         """Make the JSON of all choices to send, a few tokens in one turn of the event loop."""
@@ -90,23 +90,23 @@ class Logprobs:
         if not self._unsent[choice].tokens:
             return None
         self._write(choice, len(self._unsent[choice].tokens))
-        held, self._unsent[choice] = self._unsent[choice], _Unsent()
+        unsent, self._unsent[choice] = self._unsent[choice], _Unsent()
         columns: dict[str, Any] = {
-            name: orjson.Fragment(b"[" + b",".join(parts) + b"]") for name, parts in held.columns.items()
+            name: orjson.Fragment(b"[" + b",".join(parts) + b"]") for name, parts in unsent.columns.items()
         }
         return columns | {"refusal": None} if self._spec.endpoint == "chat" else columns
 
     def choices_to_send(self) -> list[int]:
         """Return the choices to send: of each prompt the `keep` with the highest log-probability per token."""
-        spec, every = self._spec, range(len(self._choices))
+        spec, choices = self._spec, range(len(self._choices))
         if not spec.keep:
-            return list(every)
+            return list(choices)
         # fsum is exact: the same choice however the rows were cut.
         means = [math.fsum(values) / max(1, len(values)) for values in self._sampled_logprobs]
-        chosen: list[int] = []
-        for first in every[:: spec.n]:
-            chosen += sorted(every[first : first + spec.n], key=lambda choice: -means[choice])[: spec.keep]
-        return chosen
+        best_choices: list[int] = []
+        for first in choices[:: spec.n]:
+            best_choices += sorted(choices[first : first + spec.n], key=lambda choice: -means[choice])[: spec.keep]
+        return best_choices
 
     def _write(self, choice: int, most: int) -> None:
         """Make the JSON of the next tokens of a choice."""
@@ -120,9 +120,9 @@ class Logprobs:
         if self._spec.endpoint == "chat":
             columns: dict[str, list[Any]] = {"content": self._content(tokens, logprobs)}
         else:
-            moved = len(self._spec.prompt_texts[choice // self._spec.n]) if self._spec.echo else 0
+            offset_base = len(self._spec.prompt_texts[choice // self._spec.n]) if self._spec.echo else 0
             offsets = self._choices[choice].offsets[unsent.first_index + begin : unsent.first_index + end]
-            columns = _columns(self._text, tokens, logprobs, [moved + offset for offset in offsets])
+            columns = _columns(self._text, tokens, logprobs, [offset_base + offset for offset in offsets])
         for name, items in columns.items():
             unsent.columns.setdefault(name, []).append(orjson.dumps(items)[1:-1])
         unsent.written_tokens = end
@@ -215,11 +215,11 @@ def _columns(
 
 def _name_best(text: TokenText, best: list[tuple[int, float]], sampled_text: str, logprob: float) -> dict[str, float]:
     """Return the best and the sampled one, most likely first; of tokens that are the same text the most likely."""
-    named: dict[str, float] = {}
+    logprob_of: dict[str, float] = {}
     for token, value in best:
-        named.setdefault(_name(text, token), _number(value))
-    named.setdefault(sampled_text, _number(logprob))
-    return named
+        logprob_of.setdefault(_name(text, token), _number(value))
+    logprob_of.setdefault(sampled_text, _number(logprob))
+    return logprob_of
 
 
 def _name(text: TokenText, token: int) -> str:

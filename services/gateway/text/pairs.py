@@ -78,7 +78,7 @@ class Judge(Pairs):
 def judge_of(architecture: str, tokenizer: BoundedTokenizer, chat: ChatTemplate) -> Judge | None:
     """Return how a decoder scores pairs; None for one that is not in the form of Qwen3-Reranker."""
     ids = (tokenizer.library.token_to_id(token) for token in (*LABELS, *MARKS))
-    known = [id_ for id_ in ids if id_ is not None]
-    if architecture != JUDGE or len(known) < len(LABELS) + len(MARKS):
+    known_ids = [id_ for id_ in ids if id_ is not None]
+    if architecture != JUDGE or len(known_ids) < len(LABELS) + len(MARKS):
         return None
-    return Judge(tokenizer, chat, tuple(known[: len(LABELS)]))
+    return Judge(tokenizer, chat, tuple(known_ids[: len(LABELS)]))

@@ -129,15 +129,15 @@ def channel_budget_grammar(budget: int, ids: ChannelIds, may_call: bool) -> str:
     many the mark of their end is the only token, then the head of the final message, or of any message that is no
     `analysis` where the answer may call a tool. Everything else is free but a head of `analysis` in another form.
     """
-    forced = [ids.end, ids.start]
+    forced_ids = [ids.end, ids.start]
     if not may_call:
-        forced += [ids.assistant, ids.channel, ids.final, ids.message]
+        forced_ids += [ids.assistant, ids.channel, ids.final, ids.message]
     names = ",".join(map(str, (ids.channel, ids.analysis, *ids.lookalikes)))
     fewer = f"(again* token){{0,{budget - 1}}}" if budget > 1 else ""  # {0,0} is refused
     return "\n".join((
         "start: other (head ended | head spent)?",
         f"ended: {fewer} (again* end other)?",
-        f"spent: (again* token){{{budget}}} {' '.join(f'<[{id_}]>' for id_ in forced)} other",
+        f"spent: (again* token){{{budget}}} {' '.join(f'<[{id_}]>' for id_ in forced_ids)} other",
         f"token: <[^{ids.end},{ids.start}]>",
         f"end: <[{ids.end},{ids.start}]>",
         "again: end other head",
@@ -202,14 +202,14 @@ class ReasoningReader:
         text = self._buffer + text
         self._buffer = ""
         if self._state == UNDECIDED:
-            begun = text.lstrip()
-            self._blank.append(text[: len(text) - len(begun)])
-            if len(begun) < len(self._opening) and self._opening.startswith(begun):
-                self._buffer = begun
+            head = text.lstrip()
+            self._blank.append(text[: len(text) - len(head)])
+            if len(head) < len(self._opening) and self._opening.startswith(head):
+                self._buffer = head
                 return "", ""
-            self._has_thought = begun.startswith(self._opening)
+            self._has_thought = head.startswith(self._opening)
             self._state = THINKING if self._has_thought else ""
-            text = begun.removeprefix(self._opening) if self._has_thought else "".join([*self._blank, begun])
+            text = head.removeprefix(self._opening) if self._has_thought else "".join([*self._blank, head])
             self._blank = []
         if not self._state:
             return "", text
@@ -263,21 +263,21 @@ class FrameReader:
         """Return the rest, at the end of the choice."""
         thinking, text = self._reader.flush()
         text = self._read(text)
-        held, self._buffer = self._buffer, ""
-        is_mark = self._has_begun and held.startswith(self._closing)
-        return thinking, text if is_mark else text + held
+        rest, self._buffer = self._buffer, ""
+        is_mark = self._has_begun and rest.startswith(self._closing)
+        return thinking, text if is_mark else text + rest
 
     def _read(self, text: str) -> str:
         """Return the text that is certain now, without the marks around it."""
         text = self._buffer + text
         self._buffer = ""
         if not self._has_begun:
-            begun = text.lstrip()
-            if len(text) < MOST_SPACE and len(begun) < len(self._opening) and self._opening.startswith(begun):
+            head = text.lstrip()
+            if len(text) < MOST_SPACE and len(head) < len(self._opening) and self._opening.startswith(head):
                 self._buffer = text
                 return ""
             self._has_begun = True
-            text = begun.removeprefix(self._opening) if begun.startswith(self._opening) else text
+            text = head.removeprefix(self._opening) if head.startswith(self._opening) else text
         before, mark, behind = text.rpartition(self._closing)
         is_last = len(behind) < MOST_SPACE and not behind.strip()
         size = len(before) if mark and is_last else len(text) - _overlap(text, self._closing)
@@ -319,10 +319,10 @@ class ChannelReader:
         thinking, content = "", ""
         while self._buffer:
             if not self._kind:
-                begun = self._begin()
-                if begun is None:
+                leading_text = self._begin()
+                if leading_text is None:
                     break
-                content += begun
+                content += leading_text
                 continue
             ends = [(at, mark) for mark in _ENDS if (at := self._buffer.find(mark)) >= 0]
             size = min(ends)[0] if ends else len(self._buffer) - max(_overlap(self._buffer, mark) for mark in _ENDS)
@@ -339,17 +339,17 @@ class ChannelReader:
 
     def flush(self) -> tuple[str, str]:
         """Return the rest, at the end of the choice; a head that was cut is nothing."""
-        held, self._buffer = self._buffer, ""
+        rest, self._buffer = self._buffer, ""
         if self._kind == "thinking":
-            return held, ""
-        return "", held + CALL if self._kind == "call" else held if self._kind else ""
+            return rest, ""
+        return "", rest + CALL if self._kind == "call" else rest if self._kind else ""
 
     def _begin(self) -> str | None:
         """Read the head of a message; return the text that it becomes, None while it is not whole."""
         head, mark, rest = self._buffer.partition(MESSAGE)
-        begun = self._buffer.lstrip()
+        text = self._buffer.lstrip()
         is_long = len(head) > MOST_HEAD + (0 if mark else len(MESSAGE) - 1)
-        if is_long or not any(known.startswith(begun) or begun.startswith(known) for known in _HEADS):
+        if is_long or not any(known.startswith(text) or text.startswith(known) for known in _HEADS):
             self._kind = "text"
             return ""
         if not mark:

@@ -53,8 +53,8 @@ class StopMatcher:
         """Return what was held back; for the end of a sequence that found no stop string, or to skip matching for a
         while.
         """
-        held, self._buffer = self._buffer, ""
-        return held
+        rest, self._buffer = self._buffer, ""
+        return rest
 
     def _overlap(self, text: str) -> int:
         """Return the length of the longest end of `text` that begins a stop string."""

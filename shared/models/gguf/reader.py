@@ -147,10 +147,10 @@ class GgufFile:
     def _check_part(self, part: GgufFile, number: int, count: int, total: int) -> None:
         """Raise ModelError for a part that is not this one of `count` that have `total` tensors together."""
         remedy = "fetch all parts again, from one place"
-        for key, wanted in (("split.no", number), ("split.count", count), ("split.tensors.count", total)):
-            if (value := part.integer(key)) != wanted:
+        for key, expected in (("split.no", number), ("split.count", count), ("split.tensors.count", total)):
+            if (value := part.integer(key)) != expected:
                 raise ModelError(
-                    f"{part.path}: {key} is {value}, expected {wanted} in part {number + 1} of {count}; {remedy}"
+                    f"{part.path}: {key} is {value}, expected {expected} in part {number + 1} of {count}; {remedy}"
                 )
         for key in ("general.architecture", "general.name"):  # which parts behind the first one need not have
             if key in part and part.text(key) != self.text(key, ""):
@@ -297,10 +297,10 @@ def _join(parts: tuple[_Version, ...]) -> GgufFile:
 
 def _headers(parts: tuple[_Version, ...]) -> Iterator[GgufFile]:
     """Read one at a time, as any may be refused, and within one bound: 512 of the largest would take minutes."""
-    left = MOST_METADATA_BYTES
+    remaining_bytes = MOST_METADATA_BYTES
     for path, _, size_bytes in parts:
-        header = _read_header(path, size_bytes, left)
-        left -= header.header_bytes[path]
+        header = _read_header(path, size_bytes, remaining_bytes)
+        remaining_bytes -= header.header_bytes[path]
         yield header
 
 
@@ -383,9 +383,9 @@ class _Header:
         number = self._number("I", f"tensor {_short(name)}")
         type_ = BLOCK_TYPES.get(number)
         if type_ is None:
-            known = ", ".join(one.name for one in BLOCK_TYPES.values())
+            names = ", ".join(one.name for one in BLOCK_TYPES.values())
             raise ValueError(
-                f"tensor {_short(name)} is of type {_OTHER_TYPES.get(number, number)}, {known} are read; choose a file "
+                f"tensor {_short(name)} is of type {_OTHER_TYPES.get(number, number)}, {names} are read; choose a file "
                 "of another quantization, such as Q4_K_M"
             )
         if sizes[0] % type_.numbers:

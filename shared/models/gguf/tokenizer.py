@@ -131,12 +131,12 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, Any]:
 def end_ids(file: GgufFile) -> list[int]:
     """Return the ids that end a text: eos, eot, eom, and control tokens that are made for it."""
     vocabulary = _Vocabulary(file)
-    named = [_special(file, key, len(vocabulary.texts)) for key in ("eos", "eot", "eom")]
-    typed = enumerate(zip(vocabulary.texts, vocabulary.types, strict=True))
+    end_tokens = [_special(file, key, len(vocabulary.texts)) for key in ("eos", "eot", "eom")]
+    typed_texts = enumerate(zip(vocabulary.texts, vocabulary.types, strict=True))
     # In gpt-oss's format <|end|> ends a message, and the text goes on with the next one.
     ends = _END_TEXTS - {"<|end|>"} if file.text("general.architecture") == "gpt-oss" else _END_TEXTS
-    known = [id_ for id_, (text, type_) in typed if type_ == CONTROL and text in ends]
-    return list(dict.fromkeys(id_ for id_ in (*named, *known) if id_ is not None))[:MOST_END_IDS]
+    known = [id_ for id_, (text, type_) in typed_texts if type_ == CONTROL and text in ends]
+    return list(dict.fromkeys(id_ for id_ in (*end_tokens, *known) if id_ is not None))[:MOST_END_IDS]
 
 
 class _Vocabulary:
@@ -210,18 +210,18 @@ def _byte_level(file: GgufFile, vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _sentence_piece(file: GgufFile, vocabulary: _Vocabulary) -> dict[str, Any]:
-    prefixed = file.flag("tokenizer.ggml.add_space_prefix", True)
+    has_prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
     unknown = next(
         (text for text, type_ in zip(vocabulary.texts, vocabulary.types, strict=True) if type_ == UNKNOWN), None
     )
     blanks = {"type": "Replace", "pattern": {"String": " "}, "content": BLANK}
-    normalizers = [{"type": "Prepend", "prepend": BLANK}, blanks] if prefixed else [blanks]
+    normalizers = [{"type": "Prepend", "prepend": BLANK}, blanks] if has_prefix else [blanks]
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": BLANK}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    if prefixed:
+    if has_prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
@@ -246,13 +246,13 @@ def _merges(file: GgufFile, vocabulary: _Vocabulary) -> list[list[str]]:
         )
     if vocabulary.is_gemma:
         scores = [-float(id_) for id_ in range(len(scores))]
-    merged = {
+    pairs = {
         text: score
         for text, type_, score in zip(vocabulary.texts, vocabulary.types, scores, strict=True)
         if type_ in (NORMAL, USER_DEFINED)
     }
     merges: list[tuple[float, str, str]] = []
-    for text, score in merged.items():
+    for text, score in pairs.items():
         if len(text) > MOST_MERGED_CHARS:
             raise ModelError(
                 f"{file.path}: token {text[:40]!r} has {len(text)} characters, at most {MOST_MERGED_CHARS}; choose "
@@ -260,7 +260,7 @@ def _merges(file: GgufFile, vocabulary: _Vocabulary) -> list[list[str]]:
             )
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
-            if left in merged and right in merged:
+            if left in pairs and right in pairs:
                 merges.append((score, left, right))
     merges.sort(key=lambda one: (one[0], len(one[1]), len(one[2])), reverse=True)
     return [[left, right] for _, left, right in merges]

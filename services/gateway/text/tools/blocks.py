@@ -204,19 +204,19 @@ class BlockReader(Reader):
 
     def _argue_object(self, size: int) -> int:
         """Take so many characters for the object; return how many belong to it."""
-        used, arguments = self._object.feed(self._buffer[:size])
+        size_read, arguments = self._object.feed(self._buffer[:size])
         self._argue(arguments)
-        return used
+        return size_read
 
     def _read_object(self) -> bool:
         closing = self._marks.closing
         end = self._buffer.find(closing)
         size = end if end >= 0 else len(self._buffer) - overlap(self._buffer, closing)
-        used = self._argue_object(size)
+        size_read = self._argue_object(size)
         if not self._object.has_ended and end >= 0:  # no JSON, which is for the client to see
             self._argue(self._object.flush())
             return self._end_call(end + len(closing))
-        self._buffer = self._buffer[used:]
+        self._buffer = self._buffer[size_read:]
         self._at = _At.REST if self._object.has_ended else _At.OBJECT
         return self._object.has_ended
 

@@ -146,19 +146,19 @@ def calls_grammar(use: ToolUse, functions: Sequence[Function], atom: Callable[[s
         "glm-4.5": '("\\n" call)',
         "deepseek-v3": '("\\n"? call)',
     }.get(kind, '(", " call)' if kind in _LISTS else "call")
-    many = "call" + (f" {between}{{0,{MOST_CALLS - 1}}}" if use.parallel else "")
+    calls_rule = "call" + (f" {between}{{0,{MOST_CALLS - 1}}}" if use.parallel else "")
     opening = atom(OPENINGS[kind]) if OPENINGS[kind] else ""
     match kind:
         case "mistral" | "granite":
-            lines = [f'start: {opening} "[" {many} "]"']
+            lines = [f'start: {opening} "[" {calls_rule} "]"']
         case "pythonic":
-            lines = [f'start: "[" {many} "]"']
+            lines = [f'start: "[" {calls_rule} "]"']
         case "deepseek-v3" | "kimi-k2":
-            lines = [f"start: {atom(BLOCKS[kind].section)} {many} {atom(BLOCKS[kind].section_end)}"]
+            lines = [f"start: {atom(BLOCKS[kind].section)} {calls_rule} {atom(BLOCKS[kind].section_end)}"]
         case "channels":
             lines = ["start: call"]  # the mark behind a call ends the answer
         case _:
-            lines = [f"start: {many}"]
+            lines = [f"start: {calls_rule}"]
     call = "(" + " | ".join(f"call_{at}" for at in range(len(functions))) + ")"
     match kind:
         case "hermes":
@@ -275,12 +275,12 @@ def _parameters(function: Function, schema: dict[str, Any]) -> Iterator[tuple[st
         if word in schema:
             text = f"parameters of {function.name} must name their properties for this model's calls; got {word}"
             raise invalid("tools", text)
-    required, properties = schema.get("required"), schema.get("properties")
-    if not isinstance(required, list | None):
-        raise _wrong(function, "required", required, "a list of names")
+    required_names, properties = schema.get("required"), schema.get("properties")
+    if not isinstance(required_names, list | None):
+        raise _wrong(function, "required", required_names, "a list of names")
     if not isinstance(properties, dict | None):
         raise _wrong(function, "properties", properties, "an object")
-    names = {name for name in required or () if isinstance(name, str)}
+    names = {name for name in required_names or () if isinstance(name, str)}
     definitions = _Definitions(schema)
     for name, value in (properties or {}).items():
         plain = value if isinstance(value, dict) else {}
@@ -298,16 +298,16 @@ class _Definitions:
 
     def find_needed(self, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the definitions that a schema refers to, and those that these refer to, by group."""
-        reached: set[tuple[str, str]] = set()
+        definitions: set[tuple[str, str]] = set()
         unread = self._find_in(schema)
         while unread:
             definition = unread.pop()
             if definition not in self._references:
                 self._references[definition] = self._find_in(self._definitions[definition])
-            reached.add(definition)
-            unread |= self._references[definition] - reached
+            definitions.add(definition)
+            unread |= self._references[definition] - definitions
         groups: dict[str, dict[str, Any]] = {}
-        for word, name in sorted(reached, key=self._places.__getitem__):  # else each process writes another grammar
+        for word, name in sorted(definitions, key=self._places.__getitem__):  # else each process writes another grammar
             groups.setdefault(word, {})[name] = self._definitions[word, name]
         return groups
 

@@ -74,9 +74,9 @@ class PythonicReader(Reader):
     def _finish(self) -> None:
         if self._use.forced:
             if not self.calls:
-                named = _FIRST_NAME.match(self._buffer)
+                match = _FIRST_NAME.match(self._buffer)
                 names = self._use.names
-                name = named[1] if named is not None and named[1] in names else names[0] if len(names) == 1 else ""
+                name = match[1] if match is not None and match[1] in names else names[0] if len(names) == 1 else ""
                 if name:
                     self._begin_call(name)
                     self.is_cut = True
@@ -209,10 +209,10 @@ class CallList:
         return at
 
     def _end_string(self) -> None:
-        written = "".join(self._string)[: -len(self._mark)]
+        text = "".join(self._string)[: -len(self._mark)]
         if len(self._mark) == 3:
-            written = written.replace("\r\n", "\n").replace("\r", "\n")
-        self._strings.append(written if self._is_raw else _ESCAPE.sub(_unescape, written))
+            text = text.replace("\r\n", "\n").replace("\r", "\n")
+        self._strings.append(text if self._is_raw else _ESCAPE.sub(_unescape, text))
         self._mark, self._string = "", []
 
     def _take(self, sign: str) -> None:

@@ -336,12 +336,12 @@ class Reader(ABC):
     def _say(self, text: str) -> None:
         """Put out text, without the white space beside calls."""
         text = text.lstrip() if self._behind_call else text
-        kept = text.rstrip()
-        blank = text[len(kept) :]
-        if not kept:
+        head = text.rstrip()
+        blank = text[len(head) :]
+        if not head:
             self._blank.append(blank)
             return
-        self._output.append("".join(self._blank) + kept)
+        self._output.append("".join(self._blank) + head)
         self._blank, self._has_text, self._behind_call = [blank], True, False
 
 
@@ -400,17 +400,17 @@ class ToolReader(Reader):
     def _open_bare(self) -> bool:
         """Begin a call without an opening, which is a call only where no text was before it."""
         rest = self._buffer.lstrip()
-        tagged = rest.removeprefix(PYTHON_TAG)
+        untagged = rest.removeprefix(PYTHON_TAG)
         is_first = not self._has_text and not self.calls
-        if is_first and not tagged.strip():
+        if is_first and not untagged.strip():
             return self._wait(BLANK.fullmatch)
         if is_first and PYTHON_TAG.startswith(rest):
             return False
-        if not is_first or not tagged.lstrip().startswith("{"):
+        if not is_first or not untagged.lstrip().startswith("{"):
             self._say(self._buffer)
             self._buffer = ""
             return False
-        self._raw, self._buffer = [self._buffer[: len(self._buffer) - len(tagged)]], tagged
+        self._raw, self._buffer = [self._buffer[: len(self._buffer) - len(untagged)]], untagged
         self._at = _At.BEFORE
         return True
 
@@ -446,10 +446,10 @@ class ToolReader(Reader):
     def _read_object(self) -> bool:
         call = self._object
         has_begun = bool(call.name)
-        used, arguments = call.feed(self._buffer)
+        size, arguments = call.feed(self._buffer)
         if not has_begun:
-            self._raw.append(self._buffer[:used])
-        self._buffer = self._buffer[used:]
+            self._raw.append(self._buffer[:size])
+        self._buffer = self._buffer[size:]
         bare = self._use.format == "llama3"
         if call.name and not has_begun and not (bare and call.name not in self._use.names):
             self._begin_call(call.name)

@@ -79,7 +79,7 @@ async def test_stopped_driver_begins_no_batch_in_place_of_another(redis_server: 
 
     async def cancel(request_id: str, tenant: str) -> None: ...
 
-    keyring = cast(Keyring, SimpleNamespace(read=True, caller=lambda key: Caller("greedy")))
+    keyring = cast(Keyring, SimpleNamespace(has_read=True, caller=lambda key: Caller("greedy")))
     metrics = Metrics()
     driver = BatchDriver(settings, keyring, metrics, cancel)
 

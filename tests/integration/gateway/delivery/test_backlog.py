@@ -220,7 +220,7 @@ async def test_deadline_that_passes_before_redis_answers_is_429(gateway: Gateway
 
 
 async def test_deadline_counts_from_the_arrival_at_the_gateway(gateway: Gateway, scheduler: ScriptedScheduler) -> None:
-    generation = await begin(gateway, "r", deadline_ms=600_000, start_s=time.monotonic() - 500)
+    generation = await begin(gateway, "r", deadline_ms=600_000, started=time.monotonic() - 500)
     claimed = await asyncio.to_thread(scheduler.claim)
     assert 10_000 < claimed.request.deadline_ms <= 100_000
     generation.close()
