@@ -92,7 +92,9 @@ def streams_survive_a_gateway(stack: Stack) -> None:
     clients = [Asking(stack, {**body, "stream": True, "return_token_ids": True}, killer) for _ in range(8)]
     for client in clients:
         client.start()
-    while not all(client.streams and client.streams[0].tokens for client in clients) and any(client.is_alive() for client in clients):
+    while not all(client.streams and client.streams[0].tokens for client in clients) and any(
+        client.is_alive() for client in clients
+    ):
         time.sleep(0.01)
     killer.strike()
     for client in clients:
