@@ -27,7 +27,7 @@ from redis.exceptions import RedisError, ResponseError, WatchError
 from safetensors import SafetensorError, safe_open
 
 from services.gateway.errors import RETRY, ApiError, invalid, unavailable
-from services.gateway.published import Published
+from services.gateway.published import PublishedRecords
 from services.gateway.text.tokenizer import is_encoder
 from shared.dead_letters import DeadLetters, remove_foreign
 from shared.errors import ModelError
@@ -108,7 +108,7 @@ class AdapterNames:
         self._expired_names: list[str] = []  # names of Redis that are remembered no longer
         self._redis: Redis = connect(settings, connections=2)
         self._letters = letters or DeadLetters()
-        self._source = Published("adapters", self._redis, AdapterRecord.decode, self._letters)
+        self._source = PublishedRecords("adapters", self._redis, AdapterRecord.decode, self._letters)
         self.has_looked = self._source.has_looked
 
     def digest(self, name: str) -> bytes | None:
@@ -139,7 +139,7 @@ class AdapterNames:
             text = f"lora_path: the store takes no adapter: {error.strerror}; {RETRY}"
             raise unavailable(text, "adapters_unavailable", 60) from error
 
-        def loaded() -> AdapterRecord:
+        def load_record() -> AdapterRecord:
             self._demand_room(name)
             if name in self.records and self.records[name].digest != record.digest and not replaces:
                 raise invalid(
@@ -147,20 +147,20 @@ class AdapterNames:
                 )
             return record
 
-        await _wait_answer(self._change(name, loaded))
+        await _wait_answer(self._change(name, load_record))
         log.info("adapter %s is %s, rank %d, from %s", name, record.digest, record.rank, record.path)
 
     async def unload(self, name: str) -> None:
         """Let a name stand for nothing. The files stay, and requests that have the adapter go on. Raise ApiError."""
         self._demand_folder()
 
-        def unloaded() -> AdapterRecord:
+        def unload_record() -> AdapterRecord:
             if name not in self.records:
                 text = f"lora_name: no adapter {quote(name)} is loaded; /v1/models lists them"
                 raise ApiError(404, text, param="lora_name", code="adapter_not_found")
             return replace(self.records[name], unloaded_s=int(time.time()))
 
-        await _wait_answer(self._change(name, unloaded))
+        await _wait_answer(self._change(name, unload_record))
         log.info("adapter %s is unloaded", name)
 
     async def _change(self, name: str, decide: Callable[[], AdapterRecord]) -> None:

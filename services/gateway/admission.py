@@ -40,11 +40,11 @@ from services.gateway.request import (
     CLASS_SHARES,
     PLACES_SHARE,
     Arrival,
-    Full,
+    FullBacklog,
     GenerationSpec,
     Line,
     TenantThreads,
-    Waiting,
+    WaitingRequest,
     backlog_full,
     deadline_error,
 )
@@ -191,7 +191,7 @@ class Bounds:
             case b"late":
                 return self.late
             case b"backlog":
-                return backlog_full(self.priority, Full(*answer[1:]), "Redis")
+                return backlog_full(self.priority, FullBacklog(*answer[1:]), "Redis")
             case b"expired":
                 return deadline_error(self.deadline_ms)
             case b"memory":
@@ -310,7 +310,7 @@ def rest_s(ttft_ms: float, limit_ms: float) -> float:
     return min(HORIZON_S, (ttft_ms - limit_ms) / 1000)
 
 
-class Recent:
+class RecentAdmissions:
     """What this gateway has admitted and the statistics of the schedulers do not show yet: they are a second old, and
     in an overload a second brings more than a deadline allows.
     """
@@ -478,7 +478,7 @@ class Turns:
 
     def __init__(self, tenant_share: float, max_wait_s: float) -> None:
         """tenant_share, max_wait_s: as of Line."""
-        self._line: Line[Waiting] = Line(Waiting, "their turn", TURNS, tenant_share, max_wait_s)
+        self._line: Line[WaitingRequest] = Line(WaitingRequest, "their turn", TURNS, tenant_share, max_wait_s)
         self._round_begins = 0  # in this round
         self._is_counting = False
         self._round_at = 0.0
@@ -619,7 +619,7 @@ class Admission:
         self._metrics = metrics
         self._tracing = tracing
         self._connections = connections
-        self._recent = Recent()
+        self._recent = RecentAdmissions()
         self._places = Places()
         self._refusals = Refusals()
         model.threads = TenantThreads(settings.tenant_queue_share, settings.max_wait_s, self._placed_arrival)

@@ -194,11 +194,11 @@ class PageHeaders:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def stamped(message: Message) -> None:
+        async def send_stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in PAGE_HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 
-        await self._app(scope, receive, stamped if scope["type"] == "http" else send)
+        await self._app(scope, receive, send_stamped if scope["type"] == "http" else send)

@@ -25,7 +25,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import RETRY, ApiError, unavailable
-from services.gateway.published import Published
+from services.gateway.published import PublishedRecords
 from services.gateway.request import ARRIVAL, Arrival
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
@@ -122,7 +122,7 @@ class Keyring:
         self._rates = Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests)
         self._redis: Redis = connect(settings, connections=1)
         self._letters = letters or DeadLetters()
-        self._source = Published("keys", self._redis, KeyRecord.decode, self._letters)
+        self._source = PublishedRecords("keys", self._redis, KeyRecord.decode, self._letters)
         self.has_looked = self._source.has_looked
         self._records: dict[str, KeyRecord] = {}
         self._had_records = False  # a record is or was there

@@ -223,7 +223,7 @@ def _socket() -> socket.socket:
     return connection
 
 
-class _Labelled(Collector):
+class _LabelledRegistry(Collector):
     """A registry with the label `process` on every sample."""
 
     def __init__(self, registry: CollectorRegistry, process: str) -> None:
@@ -241,7 +241,7 @@ class _Labelled(Collector):
 def label(registry: CollectorRegistry, process: str) -> bytes:
     """Return the registry's text, each sample with the label `process`."""
     wrapper = CollectorRegistry()
-    wrapper.register(_Labelled(registry, process))
+    wrapper.register(_LabelledRegistry(registry, process))
     return generate_latest(wrapper)
 
 

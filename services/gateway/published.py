@@ -23,7 +23,7 @@ Record = TypeVar("Record")
 EVERY_S = 1.0
 
 
-class Published(Generic[Record]):
+class PublishedRecords(Generic[Record]):
     """Hashes of Redis that map names to records."""
 
     def __init__(

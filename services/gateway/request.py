@@ -398,7 +398,7 @@ class Arrival:
         return self.size_bytes // BODY_BYTES_PER_TOKEN + 1
 
 
-def backlog_full(priority: str, full: Full, resource: str) -> ApiError:
+def backlog_full(priority: str, full: FullBacklog, resource: str) -> ApiError:
     """Return the 429 for a request of which as many wait as may. resource: for what."""
     code, where = ("tenant_queue_full", "this tenant in ") if full.of_tenant else ("queue_full", "")
     text = (
@@ -414,7 +414,7 @@ def deadline_error(deadline_ms: int) -> ApiError:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingRequest:
     """One request that waits in a backlog."""
 
     tenant: str
@@ -425,10 +425,10 @@ class Waiting:
     answer: asyncio.Future[Any]
 
 
-W = TypeVar("W", bound=Waiting)
+W = TypeVar("W", bound=WaitingRequest)
 
 
-class Full(NamedTuple):
+class FullBacklog(NamedTuple):
     """A bound of the backlog that is reached."""
 
     of_tenant: bool
@@ -465,7 +465,7 @@ class Backlog(Generic[W]):
         """Return how many requests may wait when one enters that may fill `share` of the backlog."""
         return max(1, int(share * (self._requests or BACKLOG_REQUESTS)))
 
-    def full(self, tenant: str, share: float, tenant_share: float, size_bytes: int) -> Full | None:
+    def full(self, tenant: str, share: float, tenant_share: float, size_bytes: int) -> FullBacklog | None:
         """Return the bound that keeps a request out: of all requests `share` may wait, of its tenant's `tenant_share`
         of that. Return None when there is room; alone a request always has.
         """
@@ -476,12 +476,12 @@ class Backlog(Generic[W]):
             most, most_bytes = self.max_waiting(part), int(part * BACKLOG_BYTES)
             tenants = len(self._requests_of) if owner else 1
             if waiting_count >= most:
-                return Full(
+                return FullBacklog(
                     bool(owner), "requests", waiting_count, most, self._wait_s(tenants * (waiting_count - most + 1))
                 )
             if waiting_count and (excess := held_bytes + size_bytes - most_bytes) > 0:
                 ahead = min(waiting_count, math.ceil(excess * waiting_count / held_bytes))
-                return Full(bool(owner), "bytes", held_bytes, most_bytes, self._wait_s(tenants * ahead))
+                return FullBacklog(bool(owner), "bytes", held_bytes, most_bytes, self._wait_s(tenants * ahead))
         return None
 
     def put(self, entry: W) -> None:
@@ -600,7 +600,7 @@ class Line(Backlog[W]):
 
 
 @dataclass(slots=True, eq=False)
-class Work(Waiting):
+class Work(WaitingRequest):
     """Work on texts that waits for a thread."""
 
     function: Callable[[], Any]

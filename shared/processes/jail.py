@@ -120,7 +120,7 @@ MALLINFO = (
 )  # fmt: skip
 
 
-class _Allocated(ctypes.Structure):
+class _MallocInfo(ctypes.Structure):
     """glibc's struct mallinfo2."""
 
     _fields_ = tuple((name, ctypes.c_size_t) for name in MALLINFO)
@@ -135,13 +135,13 @@ def allocator() -> tuple[Callable[[], int], Callable[[], object]]:
         read, trim = libc.mallinfo2, libc.malloc_trim
     except (OSError, AttributeError):
         return lambda: 0, lambda: None
-    read.restype = _Allocated
+    read.restype = _MallocInfo
 
-    def used() -> int:
+    def used_bytes() -> int:
         counters = read()
         return int(counters.uordblks + counters.hblkhd)
 
-    return used, lambda: trim(0)
+    return used_bytes, lambda: trim(0)
 
 
 NICE = 10

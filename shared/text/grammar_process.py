@@ -170,7 +170,7 @@ def _raise(answer: bytes) -> None:
         raise kinds.get(answer[:1], GrammarError)(text)
 
 
-class Followed:
+class SequenceMatchers:
     """The far end's sequences: grammar, matcher and outputs by key.
 
     Copies of one grammar share most of its memory, the states of its lexer, so memory is counted by grammar.
@@ -308,7 +308,7 @@ def _allows_one(mask: bytes) -> bool:
     return int.from_bytes(mask, "little").bit_count() == 1
 
 
-def reply_to(grammars: Followed, question: bytes) -> bytes:
+def reply_to(grammars: SequenceMatchers, question: bytes) -> bytes:
     """Return the frame that answers a question."""
     try:
         return TAKEN + grammars.answer(question)
@@ -330,7 +330,7 @@ def main() -> int:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process: a handler would wait for llguidance to return
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         settings = json.loads(connection.recv_bytes(1 << 20))
-        grammars = Followed(_open(settings), int(KEPT_SHARE * settings["bytes"]))
+        grammars = SequenceMatchers(_open(settings), int(KEPT_SHARE * settings["bytes"]))
         yield_to_others(settings["yields_to_all"])
         confine(settings["bytes"])
         while True:

@@ -48,7 +48,7 @@ from services.gateway.errors import (
     unavailable,
 )
 from services.gateway.metrics import Metrics
-from services.gateway.request import Backlog, GenerationSpec, Waiting
+from services.gateway.request import Backlog, GenerationSpec, WaitingRequest
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
 from shared.redis_client import (
@@ -156,7 +156,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Entry(Waiting):
+class Entry(WaitingRequest):
     """One that waits for Redis. arguments: maps the milliseconds left until its deadline to those of enqueue.lua."""
 
     request_id: str
@@ -359,7 +359,7 @@ class Dispatcher:
     ) -> list[Any]:
         """Put the request into its class's stream, unless its id is there. Return the answer of enqueue.lua: `ok`,
         `duplicate` or a refusal, after which the stream gets nothing. Refusals of the backlog have the same form:
-        {backlog, *Full} and {expired}, for a deadline that passed.
+        {backlog, *FullBacklog} and {expired}, for a deadline that passed.
 
         start_s: time.monotonic() at its arrival, from which its deadline counts; None means now. Raise ApiError(503).
         `close` has to follow, except after a refusal. A connection that reads the request already keeps it: only
@@ -864,7 +864,7 @@ def _set_result(answer: asyncio.Future[T], value: T) -> None:
         answer.set_result(value)
 
 
-def _fail(entries: Sequence[Waiting], error: Exception) -> None:
+def _fail(entries: Sequence[WaitingRequest], error: Exception) -> None:
     """Answer the handlers of these, which may have gone, with an error."""
     for entry in entries:
         if not entry.answer.done():

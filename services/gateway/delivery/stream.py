@@ -116,7 +116,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Ahead:
+class EarlyRow:
     """A row that came before its predecessors."""
 
     first_index: int
@@ -145,7 +145,7 @@ class RequestStream:
     has_ended: list[bool] = field(init=False)
     allowance: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
     failure: ApiError | None = None
-    ahead: list[Ahead] = field(default_factory=list)
+    ahead: list[EarlyRow] = field(default_factory=list)
     is_enqueued: bool = True  # else no record is there yet
     is_refilling: bool = False
     last_row_at: float = field(default_factory=time.monotonic)
@@ -205,9 +205,9 @@ class RequestStream:
 
     def put_aside(self, row: Row, first: int) -> None:
         """Keep a row that came too early, until what is before it was offered."""
-        self.ahead.append(Ahead(first, row))
+        self.ahead.append(EarlyRow(first, row))
 
-    def take_ahead(self) -> list[Ahead]:
+    def take_ahead(self) -> list[EarlyRow]:
         """Return rows put aside, in order; they are to be offered again."""
         waiting, self.ahead = sorted(self.ahead, key=lambda item: item.first_index), []
         return waiting

@@ -340,7 +340,7 @@ class RequestContext:
         status = 0
         start_s = time.monotonic()
 
-        async def stamped(message: Message) -> None:
+        async def send_stamped(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -352,14 +352,14 @@ class RequestContext:
             await send(message)
 
         try:
-            await self._app(scope, receive, stamped)
+            await self._app(scope, receive, send_stamped)
         except ClientDisconnect:  # before its request was all there
             pass
         except Exception:
             log.exception("request %s failed", request_id)
             if status == 0:
                 error = ApiError(500, "internal error; see the log of the gateway", code="internal_error")
-                await error.send(stamped, scope["path"])
+                await error.send(send_stamped, scope["path"])
         finally:
             for each in at_end:
                 each()
@@ -465,7 +465,7 @@ class BodyLimit:
             while releases:
                 releases.pop()()
 
-        async def counted() -> Message:
+        async def receive_counted() -> Message:
             nonlocal received_bytes, held_bytes
             message = await receive()
             if message["type"] == "http.request":
@@ -480,7 +480,7 @@ class BodyLimit:
             return message
 
         try:
-            await self._app(scope, counted, send)
+            await self._app(scope, receive_counted, send)
         finally:
             release()
 
@@ -501,7 +501,7 @@ class CutSlow:
 
         extensions = scope.get("extensions", {})
 
-        async def bounded(message: Message) -> None:
+        async def send_bounded(message: Message) -> None:
             try:
                 async with asyncio.timeout(self._seconds):
                     await send(message)  # waits for what was written before
@@ -513,4 +513,4 @@ class CutSlow:
                 if abort := extensions.get("orcinus.abort"):
                     abort["call"]()
 
-        await self._app(scope, receive, bounded)
+        await self._app(scope, receive, send_bounded)

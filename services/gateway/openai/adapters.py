@@ -24,7 +24,7 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
 
-    async def called(request: Request, kind: type[B]) -> tuple[ServedModel, B]:
+    async def read_call(request: Request, kind: type[B]) -> tuple[ServedModel, B]:
         """Return the model and the body of a call that only operators may make. Raise ApiError."""
         require_admin(request)
         body, caller = await read_body(request, kind), request.state.caller
@@ -39,7 +39,7 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def load(request: Request) -> Response:
         """Load a LoRA adapter from below --adapter-dir and give it a name for `model`."""
-        model, body = await called(request, LoadAdapterBody)
+        model, body = await read_call(request, LoadAdapterBody)
         if gateway.models.has(body.lora_name):
             text = f"lora_name: {quote(body.lora_name)} is the name or an alias of a model; choose another name"
             raise invalid("lora_name", text)
@@ -61,7 +61,7 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def unload(request: Request) -> Response:
         """Take the name from a LoRA adapter; requests that have the adapter go on."""
-        model, body = await called(request, UnloadAdapterBody)
+        model, body = await read_call(request, UnloadAdapterBody)
         await model.adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -140,7 +140,7 @@ async def result(
         hold(dispatcher.decode(request_id, record, partial(answer_bytes, spec)))
     stream = RequestStream(request_id, spec.choices)
     records = await dispatcher.prompt_logprobs(request_id, len(spec.prompts)) if spec.prompt_wanted else []
-    generation = Generation(spec, model, stream, _Silent(records), _UNCOUNTED, time.monotonic())
+    generation = Generation(spec, model, stream, _SilentCommands(records), _UNCOUNTED, time.monotonic())
     await dispatcher.read(stream)
     if not stream.is_done:  # it expired just now
         return None
@@ -158,7 +158,7 @@ def _form_of(request_id: str, forms: Mapping[str, Form]) -> Form | None:
     return next(matches, None)
 
 
-class _Silent:
+class _SilentCommands:
     """Commands of a generation that repeats a finished request: none is sent."""
 
     def __init__(self, records: list[bytes]) -> None:

@@ -655,7 +655,7 @@ def router(gateway: Gateway) -> APIRouter:
     for model in gateway.models.models():
         store_ends(model)
 
-    async def holding(response_id: str, request: Request) -> ServedModel:
+    async def find_model(response_id: str, request: Request) -> ServedModel:
         return await gateway.models.find_holder(response_id, request.state.caller)
 
     async def find(model: ServedModel, response_id: str, request: Request) -> StoredResponse:
@@ -669,7 +669,7 @@ def router(gateway: Gateway) -> APIRouter:
         if name is None:
             return []
         try:
-            record = await find(await holding(name, request), name, request)
+            record = await find(await find_model(name, request), name, request)
         except ApiError as error:
             if error.code == MANY_REREADS:
                 error.param = "previous_response_id"
@@ -770,13 +770,13 @@ def router(gateway: Gateway) -> APIRouter:
             raise invalid(
                 "stream", f"a response is returned whole here; GET /v1/requests/{response_id[:80]}/stream streams it"
             )
-        model = await holding(response_id, request)
+        model = await find_model(response_id, request)
         return json_response((await find(model, response_id, request)).response)
 
     @routes.delete("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 503)})
     async def delete_response(response_id: str, request: Request) -> Response:
         """Cancel a response that runs, and forget it."""
-        model = await holding(response_id, request)
+        model = await find_model(response_id, request)
         await Responses(model).delete(response_id, request.state.tenant)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -789,7 +789,7 @@ def router(gateway: Gateway) -> APIRouter:
         after: Annotated[str, Query(max_length=128)] = "",
     ) -> Response:
         """Return the items of the conversation before a stored response, a page at a time."""
-        model = await holding(response_id, request)
+        model = await find_model(response_id, request)
         response = await find(model, response_id, request)
         if not response.response["store"]:
             raise unknown_request(response_id)
@@ -799,7 +799,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def cancel_response(response_id: str, request: Request) -> Response:
         """Cancel a response, wherever it runs."""
         check_name(response_id)
-        model = await holding(response_id, request)
+        model = await find_model(response_id, request)
         verdict = await model.dispatcher.cancel_for(response_id, request.state.tenant)  # also where no more may be read
         response = await find(model, response_id, request)
         if response.is_running and verdict != "finished":

@@ -113,7 +113,7 @@ class ChatTemplate:
         """
         if self._template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
-        hiding = _Hidden(self._pattern)
+        hiding = _HiddenTokens(self._pattern)
         shown_messages = [dict(message) for message in messages]
         if continues:
             shown_messages[-1]["content"] += hiding.end
@@ -160,7 +160,7 @@ class ChatTemplate:
             raise invalid("messages", f"the model's chat template cannot render the messages: {error}") from error
 
 
-class _Hidden:
+class _HiddenTokens:
     """Hide control tokens of user text behind unguessable names, for one request."""
 
     def __init__(self, pattern: re.Pattern[str] | None) -> None:

@@ -40,7 +40,7 @@ OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _PendingCheck:
     grammar: str
     verdict: asyncio.Future[OrcinusError | None]
     users: int = 0  # requests that wait for it
@@ -52,8 +52,8 @@ class GrammarCheck:
     def __init__(self, model: Path, vocab_size: int) -> None:
         self.process = GrammarProcess(model, vocab_size)
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._turns: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # by tenant, the next one first
-        self._checks: dict[tuple[str, bytes], _Waiting] = {}  # by tenant and hash
+        self._turns: OrderedDict[str, deque[_PendingCheck]] = OrderedDict()  # by tenant, the next one first
+        self._checks: dict[tuple[str, bytes], _PendingCheck] = {}  # by tenant and hash
         self._compilation: asyncio.Task[None] | None = None
         self._verdicts: OrderedDict[bytes, OrcinusError | None] = OrderedDict()  # by hash
         self.on_refused: Callable[[str], object] = lambda reason: None
@@ -103,12 +103,12 @@ class GrammarCheck:
             self._verdicts.popitem(last=False)
         return verdict
 
-    def _enqueue(self, grammar: str, tenant: str, name: bytes) -> _Waiting:
+    def _enqueue(self, grammar: str, tenant: str, name: bytes) -> _PendingCheck:
         """Put a grammar in its tenant's queue. Raise ApiError when that is full."""
         waiting = self._turns.get(tenant, ())
         if len(waiting) >= MOST_WAITING:
             raise _busy()
-        one = self._checks[tenant, name] = _Waiting(grammar, asyncio.get_running_loop().create_future())
+        one = self._checks[tenant, name] = _PendingCheck(grammar, asyncio.get_running_loop().create_future())
         self._turns.setdefault(tenant, deque()).append(one)
         if self._compilation is None or self._compilation.done():
             self._compilation = asyncio.create_task(self._compile())

@@ -42,7 +42,7 @@ class Offsets(Protocol):
 
 
 @dataclass(slots=True)
-class _Unsent:
+class _UnsentTokens:
     """Tokens of one choice that no answer or event has had yet; `first_index`: of the first of them."""
 
     first_index: int = 0
@@ -59,7 +59,7 @@ class Logprobs:
         self._spec = spec
         self._text = text
         self._choices = choices
-        self._unsent = [_Unsent() for _ in choices]
+        self._unsent = [_UnsentTokens() for _ in choices]
         self._sampled_logprobs = [array("d") for _ in choices]  # of each token, for best_of alone
 
     def keep(self, choice: int, first: int, tokens: list[int], records: bytes) -> None:
@@ -90,7 +90,7 @@ class Logprobs:
         if not self._unsent[choice].tokens:
             return None
         self._write(choice, len(self._unsent[choice].tokens))
-        unsent, self._unsent[choice] = self._unsent[choice], _Unsent()
+        unsent, self._unsent[choice] = self._unsent[choice], _UnsentTokens()
         columns: dict[str, Any] = {
             name: orjson.Fragment(b"[" + b",".join(parts) + b"]") for name, parts in unsent.columns.items()
         }

@@ -24,7 +24,7 @@ from services.simulator.device.roofline import Roofline
 from services.simulator.workload.arrivals import CHAT, TRACES
 from services.simulator.workload.workload import all_at_once
 from shared.text import grammar_process
-from shared.text.grammar_process import MEMORY_BYTES, SPENT, Followed, reply_to
+from shared.text.grammar_process import MEMORY_BYTES, SPENT, SequenceMatchers, reply_to
 from shared.text.grammars import Grammars
 
 
@@ -69,7 +69,7 @@ def test_flood_leaves_other_tenants_their_first_token_early() -> None:
 def test_first_answers_of_a_schema_take_fewer_steps_with_forced_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The far end runs in this process, so that it has time to look ahead on any machine."""
     vocab = Tokenizer.from_file(str(forced.MODEL / "tokenizer.json")).get_vocab_size()
-    process, followed = forced.open_process(), Followed(Grammars(forced.MODEL, vocab), MEMORY_BYTES)
+    process, followed = forced.open_process(), SequenceMatchers(Grammars(forced.MODEL, vocab), MEMORY_BYTES)
     monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", 60.0)
     monkeypatch.setattr(process.jail, "ask", lambda question: SPENT.pack(0.0) + reply_to(followed, question))
     plain, drafted = (forced.run(process, "forms", 2, 1, False, given) for given in (False, True))

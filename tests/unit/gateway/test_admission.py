@@ -15,7 +15,7 @@ from services.gateway.admission import (
     Bounds,
     HeldBytes,
     Places,
-    Recent,
+    RecentAdmissions,
     refuse_late,
     refuse_limits,
 )
@@ -172,7 +172,7 @@ def test_time_that_has_passed_counts_for_slo_and_deadline() -> None:
 
 
 def test_forecast_counts_what_statistics_do_not_show_yet() -> None:
-    recent, now = Recent(), 100.0
+    recent, now = RecentAdmissions(), 100.0
     seen = Snapshot(now, frozenset(), {}, {}, renewal_times={"a": now - 0.2})
     recent.add(spec("normal"), now - 5)  # the statistics have it
     recent.add(spec("normal", prompts=[[1] * 70] * 2), now - 0.1)
@@ -189,7 +189,7 @@ def test_forecast_counts_what_statistics_do_not_show_yet() -> None:
 
 def test_recent_admissions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "RECENT", 2)
-    recent, seen = Recent(), Snapshot(100.0, frozenset(), {}, {}, renewal_times={"a": 100.0})
+    recent, seen = RecentAdmissions(), Snapshot(100.0, frozenset(), {}, {}, renewal_times={"a": 100.0})
     for tokens in (1000, 20, 10):
         recent.add(spec("normal", prompts=[[1] * tokens]), 100.0)
     assert recent.added_to(Forecast(0.0, 5, RATE), "normal", seen).queued_tokens == 35

@@ -17,7 +17,7 @@ from services.gateway import published
 from services.gateway.metrics import Metrics
 from services.gateway.processes import LENGTH_BYTES, Place, Siblings, label, merge
 from services.gateway.progress import Observation, Progress
-from services.gateway.published import Published
+from services.gateway.published import PublishedRecords
 from shared.dead_letters import text
 from shared.redis_client import connect
 from shared.settings import GatewaySettings
@@ -95,7 +95,7 @@ async def test_first_of_several_failures_is_logged_until_redis_answers(
     monkeypatch.setattr(published, "EVERY_S", 0.0)
     answers = iter([ConnectionError("down"), ConnectionError("still down"), None, ConnectionError("down again")])
     redis = connect(GatewaySettings(), connections=1)
-    names = Published("names", redis, text)
+    names = PublishedRecords("names", redis, text)
 
     async def look() -> None:
         if (error := next(answers, asyncio.CancelledError())) is not None:

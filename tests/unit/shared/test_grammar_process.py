@@ -27,8 +27,8 @@ from shared.text.grammar_process import (
     MEMORY_BYTES,
     MOST_FORCED,
     SPENT,
-    Followed,
     GrammarProcess,
+    SequenceMatchers,
     read_masks,
     reply_to,
 )
@@ -143,7 +143,9 @@ def test_forced_tokens_are_of_the_one_text_that_is_left(model: Path, process: Gr
     assert seen > 100
 
 
-def test_right_guesses_have_forced_tokens_behind_them(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_guesses_have_forced_tokens_behind_them(
+    followed: SequenceMatchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", 60.0)
     grammar = LLMatcher.grammar_from_lark(f'start: "{4 * FIXED}" /[a-z]/')
     _, forced = read_masks(reply_to(followed, question(BEGIN, 1, [], (), grammar))[1:])
@@ -166,7 +168,7 @@ def test_looking_for_forced_tokens_uses_up_no_lexer(model: Path, monkeypatch: py
         return fresh(self, grammar)
 
     monkeypatch.setattr(Grammars, "fresh", counted)
-    followed = Followed(Grammars(model, VOCAB), MEMORY_BYTES)
+    followed = SequenceMatchers(Grammars(model, VOCAB), MEMORY_BYTES)
     outputs: list[int] = []
     grammar = LLMatcher.grammar_from_lark(FREE + "start: /a{6000}/")
     for kind in [BEGIN] + 19 * [GO_ON]:
@@ -177,7 +179,7 @@ def test_looking_for_forced_tokens_uses_up_no_lexer(model: Path, monkeypatch: py
 
 
 def test_nothing_is_forced_where_values_begin_or_time_is_up(
-    process: GrammarProcess, followed: Followed, monkeypatch: pytest.MonkeyPatch
+    process: GrammarProcess, followed: SequenceMatchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = LLMatcher.grammar_from_lark(WAYS % FIXED)
     process.masks(1, grammar, tokens(*token_ids(FIXED)))
@@ -189,7 +191,7 @@ def test_nothing_is_forced_where_values_begin_or_time_is_up(
     assert read_masks(reply_to(followed, question(BEGIN, 2, [], (), grammar))[1:])[1] == [[]]
 
 
-def test_costly_masks_behind_guesses_are_left_out(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_masks_behind_guesses_are_left_out(followed: SequenceMatchers, monkeypatch: pytest.MonkeyPatch) -> None:
     guess = LLMatcher.grammar_from_regex("a{9}")
     (mask,), _ = read_masks(reply_to(followed, question(BEGIN, 1, [], (), guess))[1:])
     only = allowed(mask)[0]
@@ -238,8 +240,8 @@ def test_model_without_grammars_is_said_for_each_sequence(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def followed(model: Path) -> Followed:
-    return Followed(Grammars(model, VOCAB), MEMORY_BYTES)
+def followed(model: Path) -> SequenceMatchers:
+    return SequenceMatchers(Grammars(model, VOCAB), MEMORY_BYTES)
 
 
 def question(
@@ -254,14 +256,16 @@ def question(
     return head + tokens(*outputs, *guesses).tobytes() + np.array(forgotten, "<u8").tobytes() + grammar.encode()
 
 
-def test_forgotten_sequences_are_dropped(followed: Followed) -> None:
+def test_forgotten_sequences_are_dropped(followed: SequenceMatchers) -> None:
     for key in (1, 2):
         assert reply_to(followed, question(BEGIN, key, [], (), PATTERN))[:1] == b"T"
     assert reply_to(followed, question(GO_ON, 2, [], (1,)))[:1] == b"T"
     assert reply_to(followed, question(GO_ON, 1, [])) == b"U"
 
 
-def test_sequences_of_one_grammar_share_no_lexer_states(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_one_grammar_share_no_lexer_states(
+    followed: SequenceMatchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Copies of a matcher share its lexer: one that finds it full begins with a lexer of its own."""
     monkeypatch.setattr(grammars, "LIMITS", {"max_lexer_states": 90, "verbose_errors": False})  # enough for one
     pattern = LLMatcher.grammar_from_regex("[ab ]*a[ab ]{14}c")
@@ -279,12 +283,12 @@ LARGE = LLMatcher.grammar_from_json_schema({"properties": {f"p{i}": {"type": "in
 
 
 @pytest.fixture
-def small(model: Path) -> Followed:
+def small(model: Path) -> SequenceMatchers:
     """Room for one large grammar, beside what is in use already."""
     grammars_of_model = Grammars(model, VOCAB)
     grammars_of_model.fresh(PATTERN)
     gc.collect()  # what tests before left, freed later, would be room for more
-    return Followed(grammars_of_model, allocator()[0]() + (3 << 20))
+    return SequenceMatchers(grammars_of_model, allocator()[0]() + (3 << 20))
 
 
 def another(name: str) -> str:
@@ -292,7 +296,7 @@ def another(name: str) -> str:
     return LLMatcher.grammar_from_regex(f"{name}[ab]{{4}}c*")
 
 
-def test_largest_grammar_ends_when_all_take_too_much(small: Followed) -> None:
+def test_largest_grammar_ends_when_all_take_too_much(small: SequenceMatchers) -> None:
     """Not the last one, and not the others: the large one is told with its next question."""
     assert reply_to(small, question(BEGIN, 1, [], (), another("x")))[:1] == b"T"
     for key in (2, 3):
@@ -308,7 +312,7 @@ def test_largest_grammar_ends_when_all_take_too_much(small: Followed) -> None:
         assert reply_to(small, question(GO_ON, other, []))[:1] == b"T"
 
 
-def test_largest_grammar_is_told_at_once_when_it_is_its_own_question(small: Followed) -> None:
+def test_largest_grammar_is_told_at_once_when_it_is_its_own_question(small: SequenceMatchers) -> None:
     assert reply_to(small, question(BEGIN, 1, [], (), PATTERN))[:1] == b"T"
     larger = LLMatcher.grammar_from_json_schema({"properties": {f"q{i}": {"type": "integer"} for i in range(700)}})
     assert reply_to(small, question(BEGIN, 2, [], (), larger))[:1] == ENDED
@@ -316,7 +320,7 @@ def test_largest_grammar_is_told_at_once_when_it_is_its_own_question(small: Foll
     assert reply_to(small, question(GO_ON, 1, []))[:1] == b"T"
 
 
-def test_grammar_that_only_the_cache_keeps_goes_first(small: Followed) -> None:
+def test_grammar_that_only_the_cache_keeps_goes_first(small: SequenceMatchers) -> None:
     assert reply_to(small, question(BEGIN, 1, [], (), LARGE))[:1] == b"T"
     assert reply_to(small, question(BEGIN, 2, [], (1,), PATTERN))[:1] == b"T"
     second = LLMatcher.grammar_from_json_schema({"properties": {f"q{i}": {"type": "integer"} for i in range(390)}})
