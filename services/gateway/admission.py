@@ -170,18 +170,18 @@ class Bounds:
             case b"tenant":
                 return self._tenant_full(answer[1], answer[2], wait_s)
             case b"bytes":
-                held_count, size, expires_ms, waiting_tokens = answer[1:]
+                held_bytes, size, expires_ms, waiting_tokens = answer[1:]
                 prefix = f"queue full for class {self.priority}"
                 return self._bytes_full(
-                    "queue_full", prefix, held_count, size, self.class_bytes, expires_ms, waiting_tokens, wait_s
+                    "queue_full", prefix, held_bytes, size, self.class_bytes, expires_ms, waiting_tokens, wait_s
                 )
             case b"tenant bytes":
-                held_count, size, expires_ms, waiting_tokens, tenants = answer[1:]
+                held_bytes, size, expires_ms, waiting_tokens, tenants = answer[1:]
                 prefix = f"queue full for this tenant in class {self.priority}"
                 return self._bytes_full(
                     "tenant_queue_full",
                     prefix,
-                    held_count,
+                    held_bytes,
                     size,
                     self.tenant_bytes,
                     expires_ms,
