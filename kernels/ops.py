@@ -129,10 +129,10 @@ W8A8_INPUTS = (2**31 - 1) // (127 * 128)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Some rows of a weight in 2, 4 or 8 bits. Each `group` inputs of an output share a scale, and perhaps a minimum.
+    """Some rows of a weight in 2, 4, 6 or 8 bits. Each `group` inputs of an output share a scale and perhaps a minimum.
 
-    A weight is scale * number - min where there are minima, else scale * (number - 8), or 128 with 8 bits; in float32
-    with one rounding. Where there are minima each scale * number is exact, as with scales of at most 24 - bits
+    A weight is scale * number - min where there are minima, else scale * (number - 2^(bits - 1)); in float32 with
+    one rounding. Where there are minima each scale * number is exact, as with scales of at most 24 - bits
     significant bits, so that a multiply-add rounds like a product and a difference. With a `table` it is
     scale * TABLES[table][number]; with FLOAT8 the bytes are themselves numbers of E4M3FN, none of them a NaN.
 

@@ -305,7 +305,7 @@ class Linear {
     typedef typename W::Kernel Kernel;
     const int64_t rows = end_ - begin_, groups = ceil_div(args_.inputs, DEPTH), at_once = UNPACKED_INPUTS / DEPTH;
     if (end_tile_ - first_tile_ == 1) {
-      for (int64_t p = 0, together = std::min(panels_together(rows), 2); p < count; p += together) {
+      for (int64_t p = 0, together = std::min(panels_together(rows), rows == 1 ? 4 : 2); p < count; p += together) {
         while (together > count - p) together /= 2;
         pick<Kernel>(rows, together)(tile_of(first_tile_, p, weights(panel + p, 0), packed_.panel_bytes, 0, groups));
       }

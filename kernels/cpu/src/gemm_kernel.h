@@ -149,46 +149,56 @@ constexpr int PAIRS_AHEAD = 4096;  // bytes of a panel that are fetched before t
 // minimum times the sum of the activations.
 template <class W, int R, int P>
 void paired_kernel(const Tile<bf16>& t) {
-  const char* step = t.weights;
+  constexpr int C = 2 * P;
+  float* const rest = t.sums;
+  const int64_t panel = t.sums_rows * WIDTH, x_stride = t.x_stride, panel_bytes = t.panel_bytes;
+  vf sums[R][C];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) sums[r][c] = t.resume ? load(rest + c / 2 * panel + r * WIDTH + c % 2 * LANES) : vf{};
   const bf16* x = t.x;
-  const int64_t words_each = t.depth / W::NUMBERS, bytes = W::bytes(t.depth);
-  bool resume = t.resume;
-  for (int64_t group = 0; group < t.steps; group++, step += bytes, resume = true) {
-    vf products[R][2 * P] = {};
+  const char* step = t.weights;
+  const float* x_sums = t.x_sums;
+  const int64_t words_each = t.depth / W::NUMBERS, bytes = W::bytes(t.depth), x_groups = t.x_groups;
+  for (const char* const end = step + t.steps * bytes; step < end; step += bytes) {
+    vf products[R][C] = {};
     const char* numbers = step + W::SCALE_BYTES;
     for (int64_t word = 0; word < words_each; word++, numbers += WIDTH * 4, x += W::NUMBERS) {
-      vu words[2 * P];
+      vu words[C];
 #pragma GCC unroll 8
-      for (int c = 0; c < 2 * P; c++) {
-        const char* at = numbers + c / 2 * t.panel_bytes + c % 2 * LANES * 4;
+      for (int c = 0; c < C; c++) {
+        const char* at = numbers + c / 2 * panel_bytes + c % 2 * LANES * 4;
         memcpy(&words[c], at, sizeof words[c]);
         if (W::PREFETCHED) __builtin_prefetch(at + PAIRS_AHEAD);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < W::EACH; i++) {
-        vu weights[2 * P];
+        vu weights[C];
 #pragma GCC unroll 8
-        for (int c = 0; c < 2 * P; c++) weights[c] = W::pair(words[c], i);
+        for (int c = 0; c < C; c++) weights[c] = W::pair(words[c], i);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-          for (int c = 0; c < 2 * P; c++)
-            products[r][c] = dot_pair(x + r * t.x_stride + 2 * i, weights[c], products[r][c]);
+          for (int c = 0; c < C; c++) products[r][c] = dot_pair(x + r * x_stride + 2 * i, weights[c], products[r][c]);
       }
     }
 #pragma GCC unroll 8
-    for (int c = 0; c < 2 * P; c++) {
+    for (int c = 0; c < C; c++) {
       vf scale, below;
-      W::load_scale(step + c / 2 * t.panel_bytes, c % 2, scale, below);
+      W::load_scale(step + c / 2 * panel_bytes, c % 2, scale, below);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        float* const at = t.sums + (c / 2 * t.sums_rows + r) * WIDTH + c % 2 * LANES;
-        vf sum = fused(products[r][c], scale, resume ? load(at) : vf{});
-        if (W::MINS && t.x_sums) sum = fused(splat(t.x_sums[r * t.x_groups + group]), below, sum);
-        store(at, sum);
+        sums[r][c] = fused(products[r][c], scale, sums[r][c]);
+        if (W::MINS && x_sums) sums[r][c] = fused(splat(x_sums[r * x_groups]), below, sums[r][c]);
       }
     }
+    if (W::MINS && x_sums) x_sums++;
   }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) store(rest + c / 2 * panel + r * WIDTH + c % 2 * LANES, sums[r][c]);
 }
 
 // The sum of a group of activations, `count` of them, a multiple of 16; each 32 lie together, `stride` from the next.

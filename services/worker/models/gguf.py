@@ -286,13 +286,13 @@ def _q4_1(raw: Tensor) -> Groups:
 def _q5_0(raw: Tensor) -> Groups:
     """Unpack d, 4 bytes of fifth bits, 16 bytes: d * (q - 16)."""
     numbers = _nibbles(raw[:, :, 6:]).flatten(2) | _fifth_bits(raw[:, :, 2:6])
-    return _groups(8, 32, numbers + (128 - 16), _half(raw, 0))
+    return _groups(6, 32, numbers + (32 - 16), _half(raw, 0))
 
 
 def _q5_1(raw: Tensor) -> Groups:
     """Unpack d, m, 4 bytes of fifth bits, 16 bytes: d * q + m."""
     numbers = _nibbles(raw[:, :, 8:]).flatten(2) | _fifth_bits(raw[:, :, 4:8])
-    return _groups(8, 32, numbers, _half(raw, 0), -_half(raw, 2))
+    return _groups(6, 32, numbers, _half(raw, 0), -_half(raw, 2))
 
 
 def _mxfp4(raw: Tensor) -> Groups:
@@ -349,7 +349,7 @@ def _q4_k(raw: Tensor) -> Groups:
 def _q5_k(raw: Tensor) -> Groups:
     """Unpack 8 groups of 32, the fifth bits first: d * sc * q - dmin * m."""
     numbers = _nibbles(raw[:, :, 48:].unflatten(2, (4, 32))).flatten(2, 3)
-    return _groups(8, 32, numbers | _bits(raw[:, :, 16:48], 1) << 4, *_k_scales(raw))
+    return _groups(6, 32, numbers | _bits(raw[:, :, 16:48], 1) << 4, *_k_scales(raw))
 
 
 def _q6_k(raw: Tensor) -> Groups:
@@ -357,7 +357,7 @@ def _q6_k(raw: Tensor) -> Groups:
     low = _nibbles(raw[:, :, :128].unflatten(2, (2, 64))).reshape(*raw.shape[:2], 8, 32)
     high = _bits(raw[:, :, 128:192].unflatten(2, (2, 32)), 2).flatten(2, 3)
     scales = raw[:, :, 192:208].contiguous().view(torch.int8).float()
-    return _groups(8, 16, (low | high << 4) + (128 - 32), _half(raw, 208) * scales)
+    return _groups(6, 16, low | high << 4, _half(raw, 208) * scales)
 
 
 UNPACK: dict[str, Callable[[Tensor], Groups]] = {

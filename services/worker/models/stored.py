@@ -81,8 +81,8 @@ def read_stored(config: Mapping[str, Any], where: str) -> Stored | None:
 GGUF_FORMATS = {
     name: GroupFormat.parse(format_)
     for name, format_ in {
-        "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int8-32", "Q5_1": "int8-32-mins", "Q8_0": "int8-32",
-        "Q2_K": "int2-16-mins", "Q3_K": "int4-16", "Q4_K": "int4-32-mins", "Q5_K": "int8-32-mins", "Q6_K": "int8-16",
+        "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int6-32", "Q5_1": "int6-32-mins", "Q8_0": "int8-32",
+        "Q2_K": "int2-16-mins", "Q3_K": "int4-16", "Q4_K": "int4-32-mins", "Q5_K": "int6-32-mins", "Q6_K": "int6-16",
         "IQ4_NL": "iq4-32", "IQ4_XS": "iq4-32", "MXFP4": "float4-32",
     }.items()
 }  # fmt: skip

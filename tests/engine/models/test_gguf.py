@@ -33,8 +33,8 @@ from tests.support.compiler import demand_compiler, needs_compiler
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
 FORMATS = {
-    "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int8-32", "Q5_1": "int8-32-mins", "Q8_0": "int8-32",
-    "Q4_K": "int4-32-mins", "Q5_K": "int8-32-mins", "Q6_K": "int8-16", "MXFP4": "float4-32",
+    "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int6-32", "Q5_1": "int6-32-mins", "Q8_0": "int8-32",
+    "Q4_K": "int4-32-mins", "Q5_K": "int6-32-mins", "Q6_K": "int6-16", "MXFP4": "float4-32",
     "Q2_K": "int2-16-mins", "Q3_K": "int4-16", "IQ4_NL": "iq4-32", "IQ4_XS": "iq4-32",
 }  # fmt: skip
 KERNELS = ["reference"] if shutil.which("g++") is None else ["reference", "cpu"]
@@ -330,13 +330,13 @@ def formats(model: Path, **settings: Any) -> list[str]:
 @needs_compiler
 def test_types_of_a_file_are_held_as_groups_where_kernels_have_them(origin: Path, tmp_path: Path) -> None:
     write_model(origin, tmp_path / "x.gguf", q4_k_m)
-    layers = ["int4-32-mins+int8-16", "int4-32-mins"]
-    assert formats(tmp_path / "x.gguf") == ["int4-32-mins", "int8-16", *layers]
-    assert formats(tmp_path / "x.gguf", dtype="bfloat16") == ["plain", "int8-16", *layers]
+    layers = ["int4-32-mins+int6-16", "int4-32-mins"]
+    assert formats(tmp_path / "x.gguf") == ["int4-32-mins", "int6-16", *layers]
+    assert formats(tmp_path / "x.gguf", dtype="bfloat16") == ["plain", "int6-16", *layers]
     for types, held in (
-        (q2_k, ["int2-16-mins", "int8-16", "int2-16-mins+int4-32-mins", "int2-16-mins"]),
-        (q3_k_m, ["int4-16", "int8-16", "int4-16+int8-32-mins", "int4-16"]),
-        (iq4_xs, ["iq4-32", "int8-16", "iq4-32+int8-32-mins", "iq4-32"]),
+        (q2_k, ["int2-16-mins", "int6-16", "int2-16-mins+int4-32-mins", "int2-16-mins"]),
+        (q3_k_m, ["int4-16", "int6-16", "int4-16+int6-32-mins", "int4-16"]),
+        (iq4_xs, ["iq4-32", "int6-16", "iq4-32+int6-32-mins", "iq4-32"]),
     ):
         write_model(origin, tmp_path / "x.gguf", types)
         assert formats(tmp_path / "x.gguf") == held

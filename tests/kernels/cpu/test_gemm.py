@@ -34,7 +34,8 @@ KINDS = (
 )
 KIND_NAMES = [f"{weights}-{('f32', 'bf16')[x]}-{('f32', 'bf16')[out]}" for weights, x, out in KINDS]
 GROUPS = [(bits, group, kind) for bits in (4, 8) for group in (32, 128) for kind in ("plain", "mins")]
-GROUPS += [(2, 16, "mins"), (4, 16, "plain"), (8, 16, "plain"), (4, 32, "float4"), (4, 32, "iq4")]
+GROUPS += [(6, 32, "plain"), (6, 32, "mins"), (2, 16, "mins"), (4, 16, "plain"), (6, 16, "plain")]
+GROUPS += [(4, 32, "float4"), (4, 32, "iq4")]
 """Bits, inputs of a group, whether there are minima or a table of numbers."""
 SHAPES = ((1, 1), (31, 7), (33, 64), (129, 65), (96, 1024), (40, 2048), (200, 1111))
 """Outputs, inputs. Rows of 1024 float32 or 2048 bfloat16 are the distance that caches dislike."""

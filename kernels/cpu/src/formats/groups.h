@@ -1,6 +1,6 @@
-// Weights of 2, 4 or 8 bits in groups of inputs with one float32 scale per output, and perhaps one minimum: Groups of
+// Weights of 2, 4, 6 or 8 bits in groups of inputs with one float32 scale per output, and perhaps one minimum: Groups of
 // kernels/ops.py says what a number is. A step is a group: scales, minima, then the numbers, 32 bits for some inputs of an
-// output, the even ones in the lower half. gemm.cpp writes some steps as float32 panels and multiplies these, so that a
+// output, the even ones in the lower half; 6 bits take a byte. gemm.cpp writes some steps as float32 panels and multiplies these, so that a
 // product has the bits of the float32 weight; where the machine multiplies pairs of bfloat16, it does so for activations
 // in bfloat16, by tiles where it has them (GroupTiles), else by VDPBF16PS (GroupPairs).
 #pragma once
@@ -91,17 +91,17 @@ struct Groups {
   static_assert(!TABLED || (BITS == 4 && !MINS));
   static constexpr auto TEXT = group_name(Table::NAME, TABLED ? 0 : BITS, GROUP, MINS);
   static constexpr const char* NAME = TEXT.data();
-  static_assert(((BITS == 2 && MINS) || BITS == 4 || BITS == 8) && (GROUP == 16 || GROUP % 32 == 0));
+  static_assert(((BITS == 2 && MINS) || BITS == 4 || BITS == 6 || BITS == 8) && (GROUP == 16 || GROUP % 32 == 0));
   typedef float Input;
   static constexpr int SCALE_BYTES = (MINS ? 2 : 1) * WIDTH * 4;
-  static constexpr int DEPTH = GROUP, BYTES = SCALE_BYTES + GROUP * WIDTH * BITS / 8;
-  static constexpr int BITS_EACH = BITS, NUMBERS = 32 / BITS;  // of a word
+  static constexpr int BITS_EACH = BITS, HELD = BITS == 6 ? 8 : BITS, NUMBERS = 32 / HELD;  // of a word
+  static constexpr int DEPTH = GROUP, BYTES = SCALE_BYTES + GROUP * WIDTH * HELD / 8;
   static constexpr int PIECE = GROUP < 32 ? GROUP : 32;  // unpacked together
   static constexpr bool SCALED = false, ROUNDS = false, GROUPED = true, TILED = false, PAIRED = false;
-  static constexpr float MIDDLE = TABLED ? 0 : BITS == 4 ? 8 : 128;  // what a number without minimum is above its value
+  static constexpr float MIDDLE = TABLED ? 0 : 1 << (BITS - 1);  // what a number without minimum is above its value
 
   // Where a word has the i-th of its inputs.
-  static constexpr int shift(int i) { return i % 2 * 16 + i / 2 * BITS; }
+  static constexpr int shift(int i) { return i % 2 * 16 + i / 2 * HELD; }
 
   // Scales of half `h` of a step, and what is added besides.
   static void load_scale(const char* step, int h, vf& scale, vf& below) {
@@ -112,7 +112,7 @@ struct Groups {
 
   // The numbers of inputs first .. first + PIECE of a step, [PIECE][WIDTH].
   static void unpack_piece(const char* step, int64_t first, float* out) {
-    const char* words_at = step + SCALE_BYTES + first * WIDTH * BITS / 8;
+    const char* words_at = step + SCALE_BYTES + first * WIDTH * HELD / 8;
 #pragma GCC unroll 2
     for (int h = 0; h < 2; h++) {
       vf scale, below;
@@ -173,14 +173,13 @@ struct Pairs {
   static constexpr bool GROUPED = true, MINS = HAS_MINS, PREFETCHED = true;
   static constexpr int SCALE_BYTES = Step::SCALE_BYTES, NUMBERS = Step::NUMBERS, EACH = NUMBERS / 2;  // pairs of a word
 
-  static int64_t bytes(int64_t depth) { return SCALE_BYTES + depth * WIDTH * BITS / 8; }
+  static int64_t bytes(int64_t depth) { return SCALE_BYTES + depth * WIDTH * Step::HELD / 8; }
   static void load_scale(const char* step, int h, vf& scale, vf& below) { Step::load_scale(step, h, scale, below); }
 
   // The i-th pair of inputs of each word.
   static vu pair(vu words, int i) {
-    words >>= i * BITS;
-    if (BITS <= 4) return chosen(words);
-    return halves(number(words), number(words >> 16));
+    if (BITS <= 6) return chosen(words >> i * Step::HELD);
+    return halves(number(words, i), number(words >> 16, i));
   }
 
   // The i-th pair of the even inputs of each word, or of the odd ones. The earlier input is in the upper half, which
@@ -193,28 +192,42 @@ struct Pairs {
       const __m512i shifts = _mm512_set1_epi32(2 * BITS * i << 16 | (2 * i + 1) * BITS);
       return chosen((vu)_mm512_maskz_srlv_epi16(~0u, half, shifts));
     }
+    if (BITS == 6) {
+      const int at = odd * 0x00020002;
+      const __m512i bytes = _mm512_set4_epi32(0x000c000d + at, 0x00080009 + at, 0x00040005 + at, 0x00000001 + at);
+      return chosen((vu)_mm512_shuffle_epi8((__m512i)words, bytes));
+    }
     words >>= odd * 16;
-    return halves(number(words >> 8), number(words));
+    return halves(number(words, 1), number(words, 0));
   }
 
  private:
   static constexpr float ZERO = MINS ? 0 : Step::MIDDLE;
 
-  // The number of at most 4 bits that the lowest 5 bits of each half choose.
+  // The number of at most 4 bits that the lowest 5 bits of each half choose, or that of 6 bits that the lowest 6 choose.
   static vu chosen(vu words) {
-    __m512i table;
-    memcpy(&table, TABLE.data(), sizeof table);
-    return (vu)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)words, table);
+    __m512i table[TABLE.size() / 32];
+    memcpy(table, TABLE.data(), sizeof table);
+    if constexpr (BITS == 6) return (vu)_mm512_permutex2var_epi16(table[0], (__m512i)words, table[1]);
+    return (vu)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)words, table[0]);
   }
 
-  // The number of the lowest 8 bits. A float32 of 2^23 and a little more has its lowest bits for that.
-  static vu number(vu words) { return (vu)((vf)((words & 0xff) | 0x4b000000) - (8388608 + ZERO)); }
-  static vu halves(vu lower, vu upper) { return lower >> 16 | (upper & 0xffff0000u); }
+  // The number of the lowest 8 bits or of the next 8. A float32 of 2^23 and a little more has its lowest bits for the
+  // former, one of 2^15 its next 8 for the latter. What is left is exact in the upper half.
+  static vu number(vu words, int i) {
+    if (i == 0) return (vu)((vf)((words & 0xff) | 0x4b000000) - (8388608 + ZERO));
+    return (vu)((vf)((words & 0xff00) | 0x47000000) - (32768 + ZERO));
+  }
+  // The upper halves of both.
+  static vu halves(vu lower, vu upper) {
+    const __m512i bytes = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+    return (vu)_mm512_mask_shuffle_epi8((__m512i)upper, 0x3333333333333333, (__m512i)lower, bytes);
+  }
 
-  static constexpr std::array<bf16, 32> TABLE = [] {
-    std::array<bf16, 32> table{};
-    for (int i = 0; i < 32; i++) {
-      const float number = Step::TABLED ? Table::NUMBERS[i % 16] : i % 16 % (1 << BITS) - ZERO;
+  static constexpr auto TABLE = [] {
+    std::array<bf16, BITS == 6 ? 64 : 32> table{};
+    for (size_t i = 0; i < table.size(); i++) {
+      const float number = Step::TABLED ? Table::NUMBERS[i % 16] : i % (1 << BITS) - ZERO;
       table[i] = __builtin_bit_cast(uint32_t, number) >> 16;
     }
     return table;
@@ -274,7 +287,7 @@ struct GroupTiles : GroupPairs<W> {
 
 // The list that formats.h takes. A line is bits, inputs of a group, whether it has minima, and the table of its numbers.
 typedef Formats<Groups<2, 16, true>, Groups<4, 16, false>, Groups<4, 32, false>, Groups<4, 32, true>,
-                Groups<4, 128, false>, Groups<4, 128, true>, Groups<8, 16, false>, Groups<8, 32, false>,
-                Groups<8, 32, true>, Groups<8, 128, false>, Groups<8, 128, true>, Groups<4, 32, false, Float4>,
-                Groups<4, 32, false, Iq4>>
+                Groups<4, 128, false>, Groups<4, 128, true>, Groups<6, 16, false>, Groups<6, 32, false>,
+                Groups<6, 32, true>, Groups<8, 32, false>, Groups<8, 32, true>, Groups<8, 128, false>,
+                Groups<8, 128, true>, Groups<4, 32, false, Float4>, Groups<4, 32, false, Iq4>>
     GroupFormats;
