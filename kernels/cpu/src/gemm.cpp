@@ -307,7 +307,11 @@ class Linear {
     if (end_tile_ - first_tile_ == 1) {
       for (int64_t p = 0, together = std::min(panels_together(rows), rows == 1 ? 4 : 2); p < count; p += together) {
         while (together > count - p) together /= 2;
-        pick<Kernel>(rows, together)(tile_of(first_tile_, p, weights(panel + p, 0), packed_.panel_bytes, 0, groups));
+        const int64_t ahead = std::clamp<int64_t>(AHEAD / (W::BYTES * together), 1, groups);
+        const int64_t next = p + together < count ? panel + p + together : next_;
+        const auto kernel = pick<Kernel>(rows, together);
+        if (groups > ahead) kernel(lone_tile(panel, p, 0, groups - ahead, weights(panel + p, ahead)));
+        kernel(lone_tile(panel, p, groups - ahead, groups, weights(next, 0)));
       }
       return;
     }
@@ -320,6 +324,13 @@ class Linear {
         for (int64_t tile = first_tile_; tile < end_tile_; tile++)
           pick<UnpackedPairs>(first_row(tile + 1) - first_row(tile), 1)(tile_of(tile, p, unpacked_, 0, first, last));
       }
+  }
+
+  // Groups first .. last of the lone tile and of panels from panel + p on.
+  Tile<Input> lone_tile(int64_t panel, int64_t p, int64_t first, int64_t last, const char* ahead) {
+    Tile<Input> t = tile_of(first_tile_, p, weights(panel + p, first), packed_.panel_bytes, first, last);
+    t.ahead = ahead;
+    return t;
   }
 
   // Groups first .. last of a tile; the sums have place p.

@@ -161,6 +161,7 @@ void paired_kernel(const Tile<bf16>& t) {
   const char* step = t.weights;
   const float* x_sums = t.x_sums;
   const int64_t words_each = t.depth / W::NUMBERS, bytes = W::bytes(t.depth), x_groups = t.x_groups;
+  const int64_t ahead = t.ahead - t.weights;
   for (const char* const end = step + t.steps * bytes; step < end; step += bytes) {
     vf products[R][C] = {};
     const char* numbers = step + W::SCALE_BYTES;
@@ -170,7 +171,7 @@ void paired_kernel(const Tile<bf16>& t) {
       for (int c = 0; c < C; c++) {
         const char* at = numbers + c / 2 * panel_bytes + c % 2 * LANES * 4;
         memcpy(&words[c], at, sizeof words[c]);
-        if (W::PREFETCHED) __builtin_prefetch(at + PAIRS_AHEAD);
+        if (W::PREFETCHED) __builtin_prefetch(at + ahead);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < W::EACH; i++) {
@@ -187,6 +188,9 @@ void paired_kernel(const Tile<bf16>& t) {
     for (int c = 0; c < C; c++) {
       vf scale, below;
       W::load_scale(step + c / 2 * panel_bytes, c % 2, scale, below);
+#pragma GCC unroll 2
+      for (int at = c % 2 * 64; at < W::SCALE_BYTES * W::PREFETCHED; at += 128)
+        __builtin_prefetch(step + c / 2 * panel_bytes + at + ahead);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         sums[r][c] = fused(products[r][c], scale, sums[r][c]);
