@@ -414,15 +414,15 @@ class Likely:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens [R] int64; status [R] (STATUS_*), tokens of rows that are not fine mean nothing; logprobs [R] float32.
+    """tokens, status [R] on the host; status is STATUS_*, tokens of rows that are not fine mean nothing; logprobs [R].
 
     A log-probability is that of the sampled token under the model's distribution (softmax of the given logits);
     NaN in rows that did not ask, and None when no row asked.
     """
 
-    tokens: Tensor
-    status: Tensor
-    logprobs: Tensor | None
+    tokens: Int64
+    status: Int64
+    logprobs: Float32 | None
     likely: Likely | None = None  # where some row wants one
 
 
@@ -701,9 +701,9 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         sampled = self.sample(logits, rows)
         found = sampled.likely
         return Scored(
-            logprobs=np.zeros(0, np.float32) if sampled.logprobs is None else sampled.logprobs.cpu().numpy(),
+            logprobs=np.zeros(0, np.float32) if sampled.logprobs is None else sampled.logprobs,
             ranks=ranks,
-            status=sampled.status.cpu().numpy().astype(np.int32),
+            status=sampled.status.astype(np.int32),
             ids=np.zeros((count, 0), np.int32) if found is None else found.ids.cpu().numpy(),
             best=np.zeros((count, 0), np.float32) if found is None else found.logprobs.cpu().numpy(),
         )

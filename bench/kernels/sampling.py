@@ -59,7 +59,7 @@ def sampler(setting: Setting, count: int, bench: Bench) -> Case:
         found = clock.ops.sample_later(fresh_one, rows, slots).wait()
         compared = min(count, COMPARED_ROWS)
         exact = reference_sample(logits[:compared].cpu().clone(), rows_of(setting, compared))
-        return float((found.tokens[:compared].cpu() != exact.tokens).double().mean())
+        return float((found.tokens[:compared] != exact.tokens).mean())
 
     ways = {"greedy": ("argmax", _argmax)}.get(setting.name, ("torch sort, multinomial", partial(_torch, setting)))
     calls = [partial(clock.ops.sample_later, operand, rows, slots) for operand in operands]

@@ -28,20 +28,19 @@ def sample(runner: Immediate, logits: Tensor, rows: SamplingRows) -> Sampled:
     count, vocab = logits.shape
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         raise ValueError("the sampler wants contiguous float32 logits")
-    tokens = torch.empty(count, dtype=torch.int64)
-    status = torch.empty(count, dtype=torch.int64)
+    tokens, status = drawn = np.empty((2, count), np.int64)
     greedy = rows.is_plain_greedy
     wanted = not greedy and bool(rows.want_logprob.any())
-    logprobs = torch.empty(count) if wanted else None
+    logprobs = np.empty(count, np.float32) if wanted else None
     likely = likely_of(logits, rows)
     columns: dict[str, Array] = {}
     if not greedy:
         columns = _columns(rows, count, vocab)
     args = SampleArgs(
         logits=logits.data_ptr(),
-        tokens=tokens.data_ptr(),
-        status=status.data_ptr(),
-        logprobs=None if logprobs is None else logprobs.data_ptr(),
+        tokens=address(drawn),
+        status=address(drawn) + tokens.nbytes,
+        logprobs=None if logprobs is None else address(logprobs),
         vocab=vocab,
         greedy=greedy,
         **{name: address(column) for name, column in columns.items()},

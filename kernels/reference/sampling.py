@@ -27,7 +27,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     """Sample logits [R, V] float32 -> tokens, status, log-probabilities."""
     status = _finite_status(logits)
     if rows.is_plain_greedy:
-        return Sampled(logits.argmax(-1), status, None)
+        return Sampled(logits.argmax(-1).numpy(), status.numpy(), None)
     logits = torch.nan_to_num_(logits) if status.any() else logits
     likely = likely_of(logits, rows)
     scores = _edit(logits, rows)
@@ -39,7 +39,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     if random.size:
         chosen = torch.from_numpy(random)
         tokens = best.index_copy(0, chosen, _draw(scores.index_select(0, chosen), rows, random))
-    return Sampled(tokens, status, _logprobs(logits, tokens, rows), likely)
+    logprobs = _logprobs(logits, tokens, rows)
+    return Sampled(tokens.numpy(), status.numpy(), None if logprobs is None else logprobs.numpy(), likely)
 
 
 def _finite_status(logits: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, Batch, CacheShape, Done, Prepared, Sampled
@@ -145,7 +144,7 @@ class EncoderEngine(Engine):
         inflight.positions, inflight.logprobs = table.known[slots], np.zeros(slots.size, np.int32)
         vectors = inflight.vectors
         is_fine = np.ones(slots.size, np.bool_) if vectors is None else np.isfinite(vectors).all(1)
-        status = torch.from_numpy(np.where(is_fine, STATUS_FINE, STATUS_NOT_FINITE))
+        status = np.where(is_fine, STATUS_FINE, STATUS_NOT_FINITE)
         with self._lock:
             table.expect(slots, inflight.positions)
-        inflight.sampled = Done(Sampled(torch.zeros(slots.size, dtype=torch.int64), status, None))
+        inflight.sampled = Done(Sampled(np.zeros(slots.size, np.int64), status, None))

@@ -36,7 +36,7 @@ from services.worker.kv.cache import (
     wanted_lengths,
 )
 from services.worker.kv.host_tier import HostTier
-from services.worker.kv.transfers import KVTransfers
+from services.worker.kv.transfers import Acknowledged, KVTransfers
 from services.worker.models.checkpoint import Progress, Source, open_weights
 from services.worker.models.config import DecoderConfig, load_config, rank_config
 from services.worker.models.decoder import Decoder, check_matrices
@@ -442,40 +442,31 @@ class Engine:
         are_stale = tuple(map(bool, copied.faults))
         if inflight.swaps and self.parallel.size > 1:
             are_stale = self._broadcast.confirm_copies(inflight, copied)
-        rows = zip(copied.peers, are_stale, copied.replaced, copied.faults, strict=True)
-        faults: dict[int, str] = {}  # by peer, the first one that this rank has seen of several steps
-        for number, is_stale, is_replaced, fault in rows:
-            if is_stale and not is_replaced:
-                faults[number] = faults.get(number) or fault
-        stale = {
-            number: f"KV in the host tier of peer {number} is computed again: {fault or 'another rank cannot use it'}"
-            for number, fault in faults.items()
-        }
-        for reason in stale.values():
-            log.warning("%s", reason)
-        stale |= {
-            number: f"the host tier of peer {number} cannot be read, KV there is computed again: {reason}"
-            for number, reason in inflight.unreadable.items()
-        }
+        stale = _stale_peers(inflight, copied, are_stale)
         result = worker_pb2.Result(
             epoch=inflight.epoch,
             id=inflight.id,
             slots=pack(slots),
             tokens=pack(tokens),
-            token_counts=pack(counts),
-            logprobs=b"".join(records),
-            logprob_sizes=pack([len(record) for record in records]),
             timings=inflight.timings(self.ops, copied.ns),
             swap_out_acks=copied.out_gpu,
             swap_in_acks=copied.in_host,
-            stale_peers=pack(list(stale)),
-            stale_reasons=list(stale.values()),
-            peer_acks=pack(inflight.peers),
-            adapter_acks=pack(inflight.adapters),
+            stale_reasons=stale.values(),
             errors=inflight.all_errors(),
             late_slots=inflight.late_slots(),
             kept=kept,
         )
+        # What most steps do not have.
+        if counts.size:
+            result.token_counts = pack(counts)
+        if records:
+            result.logprobs, result.logprob_sizes = b"".join(records), pack([len(record) for record in records])
+        if stale:
+            result.stale_peers = pack(list(stale))
+        if inflight.peers:
+            result.peer_acks = pack(inflight.peers)
+        if inflight.adapters:
+            result.adapter_acks = pack(inflight.adapters)
         inflight.write_prompt_logprobs(result)
         inflight.write_forced(result)
         if self._step_log is not None:
@@ -487,7 +478,8 @@ class Engine:
         table = self.slots
         chunks = table.apply(step, self._transfers)
         if self.parallel.samples:
-            self.grammars.free(unpack(step.free_slots))
+            if step.free_slots:
+                self.grammars.free(unpack(step.free_slots))
             self.grammars.enter(step.enters)
             self.grammars.order(chunks, table)
             # Ranks have to agree on the rows of a step: with several only the tokens say which are late.
@@ -638,3 +630,25 @@ class Engine:
         if self.parallel.size > 1:
             self._broadcast.send(inflight)
             self._learn(slots)
+
+
+def _stale_peers(inflight: InFlightStep, copied: Acknowledged, are_stale: tuple[bool, ...]) -> dict[int, str]:
+    """Return the peers of which KV is computed again, by number, and why; log those whose copies were wrong."""
+    if not (copied.peers or inflight.unreadable):
+        return {}
+    faults: dict[int, str] = {}  # by peer, the first one that this rank has seen of several steps
+    for number, is_stale, is_replaced, fault in zip(
+        copied.peers, are_stale, copied.replaced, copied.faults, strict=True
+    ):
+        if is_stale and not is_replaced:
+            faults[number] = faults.get(number) or fault
+    stale = {
+        number: f"KV in the host tier of peer {number} is computed again: {fault or 'another rank cannot use it'}"
+        for number, fault in faults.items()
+    }
+    for reason in stale.values():
+        log.warning("%s", reason)
+    return stale | {
+        number: f"the host tier of peer {number} cannot be read, KV there is computed again: {reason}"
+        for number, reason in inflight.unreadable.items()
+    }

@@ -224,7 +224,7 @@ class InFlightSteps:
 
     def learn(self, inflight: InFlightStep, sampled: Sampled) -> Int32:
         """Write the sampled tokens to the slots and return them; a failed draw fails the sequence."""
-        tokens = sampled.tokens.cpu().numpy().astype(np.int32)
+        tokens = sampled.tokens.astype(np.int32)
         if inflight.unmasked:
             tokens[inflight.unmasked] = UNMASKED
         if inflight.learned:
@@ -233,8 +233,7 @@ class InFlightSteps:
         self.learn_scores(inflight)
         if inflight.late_rows is not None:
             self._take_back(inflight, inflight.late_rows)
-        status = sampled.status.cpu().numpy()
-        wrong = status != STATUS_FINE
+        wrong = sampled.status != STATUS_FINE
         if inflight.late:
             wrong &= ~np.isin(inflight.sampling, inflight.late)  # drawn without their masks, and drawn again
         if inflight.chunks.drafts is not None:
@@ -245,7 +244,7 @@ class InFlightSteps:
             )
             wrong &= inflight.counting
         for row in wrong.nonzero()[0].tolist():
-            self.fail(inflight, int(inflight.sampling[row]), *WHY[int(status[row])])
+            self.fail(inflight, int(inflight.sampling[row]), *WHY[int(sampled.status[row])])
         for row, why in inflight.grammar_errors.items():
             if inflight.counting is None or inflight.counting[row]:
                 self.fail(inflight, int(inflight.sampling[row]), GRAMMAR, why)
@@ -362,7 +361,7 @@ def _records(sampled: Sampled, wanted: Int32) -> list[bytes]:
     """Return one per row, empty where `wanted` [R] is 0; none at all when all are 0. Loops over the wanted rows."""
     if sampled.logprobs is None or not wanted.any():
         return []
-    records, sampled_logprobs = [b""] * len(wanted), sampled.logprobs.cpu().numpy()
+    records, sampled_logprobs = [b""] * len(wanted), sampled.logprobs
     likely, none = sampled.likely, np.zeros((len(wanted), 0))
     ids, best = (none, none) if likely is None else (likely.ids.cpu().numpy(), likely.logprobs.cpu().numpy())
     for row in np.flatnonzero(wanted).tolist():

@@ -157,7 +157,8 @@ class SlotTable:
 
     def apply(self, step: worker_pb2.Step, transfers: KVTransfers) -> Chunks:
         """Apply frees, copies, enters and appends in this order; return the chunks to compute. Raise ProtocolError."""
-        self._free(self._column(step.free_slots, "free_slots", self.max_seqs))
+        if step.free_slots:
+            self._free(self._column(step.free_slots, "free_slots", self.max_seqs))
         self._swap(step, transfers)
         for enter in step.enters:
             self._enter(enter)
@@ -284,8 +285,6 @@ class SlotTable:
             raise ProtocolError(f"{names}: columns of {len(first)} and {len(second)} entries")
 
     def _free(self, slots: Int32) -> None:
-        if not slots.size:
-            return
         idle = slots[~self.active[slots]]
         if idle.size:
             raise ProtocolError(f"free_slots: slot {idle[0]} holds no sequence")

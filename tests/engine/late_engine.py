@@ -110,7 +110,7 @@ class LateOps(ReferenceOps):
             if history is not None:
                 history = dataclasses.replace(history, ids=self._resolved(history.ids))
             sampled = self.sample(logits, dataclasses.replace(rows, history=history))
-            self._last[slots] = np.where(sampled.status.numpy() == 0, sampled.tokens.numpy(), 0)
+            self._last[slots] = np.where(sampled.status == 0, sampled.tokens, 0)
             return sampled
 
         return Later(self._broadcast, draw)

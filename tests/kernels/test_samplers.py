@@ -205,9 +205,9 @@ def test_log_probabilities_are_those_of_the_given_logits_in_float64(vocab: int, 
     found = draw(logits, how)
     assert found.logprobs is not None
     wide = logits.astype(np.float64)
-    expected = wide[np.arange(count), found.tokens.numpy()] - np.log(np.exp(wide).sum(-1))
-    assert np.abs(found.logprobs.numpy() - expected)[asked].max() < 1e-5
-    assert np.isnan(found.logprobs.numpy()[~asked]).all()
+    expected = wide[np.arange(count), found.tokens] - np.log(np.exp(wide).sum(-1))
+    assert np.abs(found.logprobs - expected)[asked].max() < 1e-5
+    assert np.isnan(found.logprobs[~asked]).all()
 
 
 def test_a_penalty_is_rounded_before_it_is_subtracted(draw: Draw) -> None:

@@ -162,8 +162,8 @@ def _sampled(results: Int32, shape: _ResultShape) -> Sampled:
     results: of all rows tokens, status, the bits of log-probabilities, and what _likely names; copied.
     """
     columns = results[: RESULTS * shape.rows].reshape(RESULTS, shape.rows)
-    tokens, status = (torch.from_numpy(column.astype(np.int64)) for column in columns[:2])
-    logprobs = torch.from_numpy(columns[2].view(np.float32).copy()) if shape.logprobs else None
+    tokens, status = (column.astype(np.int64) for column in columns[:2])
+    logprobs = columns[2].view(np.float32).copy() if shape.logprobs else None
     likely = _likely(torch.from_numpy(results.copy()), shape) if shape.likely else None
     return Sampled(tokens, status, logprobs, likely)
 

@@ -68,9 +68,9 @@ class ReceivedTokens(Pending[Sampled]):
         if "likely_ids" in names:
             likely = Likely(torch.from_numpy(message["likely_ids"]), torch.from_numpy(message["likely_logprobs"]))
         return Sampled(
-            tokens=torch.from_numpy(message["tokens"].astype(np.int64)),
-            status=torch.from_numpy(message["status"]),
-            logprobs=torch.from_numpy(message["logprobs"]) if "logprobs" in names else None,
+            tokens=message["tokens"].astype(np.int64),
+            status=message["status"],
+            logprobs=message["logprobs"] if "logprobs" in names else None,
             likely=likely,
         )
 
@@ -97,10 +97,10 @@ class TokenBroadcast:
         record["serial"] = self._serial
         if inflight.sampled is not None:
             sampled = inflight.sampled.wait()
-            record["tokens"], record["status"] = sampled.tokens.cpu().numpy(), sampled.status.cpu().numpy()
+            record["tokens"], record["status"] = sampled.tokens, sampled.status
             record["tokens"][inflight.unmasked] = UNMASKED
             if "logprobs" in names and sampled.logprobs is not None:
-                record["logprobs"] = sampled.logprobs.cpu().numpy()
+                record["logprobs"] = sampled.logprobs
             if "likely_ids" in names and sampled.likely is not None:
                 record["likely_ids"] = sampled.likely.ids.cpu().numpy()
                 record["likely_logprobs"] = sampled.likely.logprobs.cpu().numpy()
