@@ -55,6 +55,8 @@ def measure(
     outputs, inputs = shape
     weight_format = library.format_numbers[name]
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    if name not in ("float32", "bfloat16") and options.activations == "bfloat16":
+        dtype = torch.bfloat16
     weight_bytes = library.packed_bytes(weight_format, outputs, inputs)
     copies = max(1, options.megabytes * 1_000_000 // weight_bytes)
     plain_copies = max(1, options.megabytes * 1_000_000 // (outputs * inputs * dtype.itemsize))
@@ -161,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="OUTPUTSxINPUTS")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--types", nargs="+", choices=formats, default=TYPES)
+    parser.add_argument("--activations", choices=("float32", "bfloat16"), default="float32", help="of 8 and 4 bits")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--megabytes", type=int, default=96, help="of different weights per shape")
     parser.add_argument("--repeats", type=int, default=40)

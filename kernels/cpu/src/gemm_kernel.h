@@ -150,26 +150,25 @@ constexpr int PAIRS_AHEAD = 4096;  // bytes of a panel that are fetched before t
 template <class W, int R, int P>
 void paired_kernel(const Tile<bf16>& t) {
   constexpr int C = 2 * P;
-  float* const rest = t.sums;
-  const int64_t panel = t.sums_rows * WIDTH, x_stride = t.x_stride, panel_bytes = t.panel_bytes;
-  vf sums[R][C];
+  constexpr bool HELD = R * C <= 16;  // sums stay in registers; more would displace the products
+  const auto place = [&](int r, int c) { return t.sums + (c / 2 * t.sums_rows + r) * WIDTH + c % 2 * LANES; };
+  vf sums[HELD ? R : 1][C];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++)
+  for (int r = 0; HELD && r < R; r++)
 #pragma GCC unroll 8
-    for (int c = 0; c < C; c++) sums[r][c] = t.resume ? load(rest + c / 2 * panel + r * WIDTH + c % 2 * LANES) : vf{};
-  const bf16* x = t.x;
+    for (int c = 0; c < C; c++) sums[r][c] = t.resume ? load(place(r, c)) : vf{};
   const char* step = t.weights;
-  const float* x_sums = t.x_sums;
-  const int64_t words_each = t.depth / W::NUMBERS, bytes = W::bytes(t.depth), x_groups = t.x_groups;
-  const int64_t ahead = t.ahead - t.weights;
-  for (const char* const end = step + t.steps * bytes; step < end; step += bytes) {
+  const bf16* x = t.x;
+  const int64_t words_each = t.depth / W::NUMBERS, bytes = W::bytes(t.depth), ahead = t.ahead - t.weights;
+  bool resume = t.resume;
+  for (int64_t group = 0; group < t.steps; group++, step += bytes, resume = true) {
     vf products[R][C] = {};
     const char* numbers = step + W::SCALE_BYTES;
     for (int64_t word = 0; word < words_each; word++, numbers += WIDTH * 4, x += W::NUMBERS) {
       vu words[C];
 #pragma GCC unroll 8
       for (int c = 0; c < C; c++) {
-        const char* at = numbers + c / 2 * panel_bytes + c % 2 * LANES * 4;
+        const char* at = numbers + c / 2 * t.panel_bytes + c % 2 * LANES * 4;
         memcpy(&words[c], at, sizeof words[c]);
         if (W::PREFETCHED) __builtin_prefetch(at + ahead);
       }
@@ -181,28 +180,32 @@ void paired_kernel(const Tile<bf16>& t) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-          for (int c = 0; c < C; c++) products[r][c] = dot_pair(x + r * x_stride + 2 * i, weights[c], products[r][c]);
+          for (int c = 0; c < C; c++)
+            products[r][c] = dot_pair(x + r * t.x_stride + 2 * i, weights[c], products[r][c]);
       }
     }
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) {
       vf scale, below;
-      W::load_scale(step + c / 2 * panel_bytes, c % 2, scale, below);
+      W::load_scale(step + c / 2 * t.panel_bytes, c % 2, scale, below);
 #pragma GCC unroll 2
       for (int at = c % 2 * 64; at < W::SCALE_BYTES * W::PREFETCHED; at += 128)
-        __builtin_prefetch(step + c / 2 * panel_bytes + at + ahead);
+        __builtin_prefetch(step + c / 2 * t.panel_bytes + at + ahead);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        sums[r][c] = fused(products[r][c], scale, sums[r][c]);
-        if (W::MINS && x_sums) sums[r][c] = fused(splat(x_sums[r * x_groups]), below, sums[r][c]);
+        vf sum = fused(products[r][c], scale, HELD ? sums[r][c] : resume ? load(place(r, c)) : vf{});
+        if (W::MINS && t.x_sums) sum = fused(splat(t.x_sums[r * t.x_groups + group]), below, sum);
+        if (HELD)
+          sums[r][c] = sum;
+        else
+          store(place(r, c), sum);
       }
     }
-    if (W::MINS && x_sums) x_sums++;
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++)
+  for (int r = 0; HELD && r < R; r++)
 #pragma GCC unroll 8
-    for (int c = 0; c < C; c++) store(rest + c / 2 * panel + r * WIDTH + c % 2 * LANES, sums[r][c]);
+    for (int c = 0; c < C; c++) store(place(r, c), sums[r][c]);
 }
 
 // The sum of a group of activations, `count` of them, a multiple of 16; each 32 lie together, `stride` from the next.
