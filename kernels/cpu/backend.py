@@ -160,7 +160,7 @@ class CpuLowRankPairs(LowRankPairs):
         self.struct.pairs, self.struct.count = pairs, count
 
     def _pack(self, matrix: Tensor) -> Tensor:
-        """Return it in panels [outputs / lanes, inputs / depth, lanes, depth], as src/low_rank.cpp reads them."""
+        """Return it in panels [outputs / lanes, inputs / depth, lanes, depth], as src/gemm/low_rank.cpp reads them."""
         (outputs, inputs), lanes = matrix.shape, self._lanes
         depth = 1 if matrix.dtype == torch.float32 else 2
         padded = F.pad(matrix, (0, -inputs % depth, 0, -outputs % lanes))

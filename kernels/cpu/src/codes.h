@@ -8,7 +8,7 @@
 // All codes stand for 0 where the scale is 0; the scale is NaN where a number is infinite or NaN. The codes stand for
 // code * scale in float32.
 #pragma once
-#include "vec_exp.h"
+#include "vec/vec_exp.h"
 
 typedef int8_t codes8 __attribute__((vector_size(LANES)));
 

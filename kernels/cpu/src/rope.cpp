@@ -5,7 +5,7 @@
 
 #include "kernels.h"
 #include "kv_8bit.h"
-#include "vec_exp.h"
+#include "vec/vec_exp.h"
 
 namespace {
 

@@ -8,7 +8,7 @@
 #include <cmath>
 
 #include "kernels.h"
-#include "vec_math.h"
+#include "vec/vec_math.h"
 
 namespace {
 

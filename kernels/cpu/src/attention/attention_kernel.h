@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "../kv.h"
-#include "../vec_exp.h"
+#include "../vec/vec_exp.h"
 
 static const int SEGMENT = 64;  // keys that are scored together, then weighed
 static const int SEGMENT_TILES = SEGMENT / TILE;

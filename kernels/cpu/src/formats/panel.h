@@ -1,6 +1,6 @@
 // What all weight formats share: the shape of a panel and the multiply-add.
 #pragma once
-#include "../vec.h"
+#include "../vec/vec.h"
 
 #if LANES > 4
 #include <immintrin.h>

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../vec.h"
+#include "../vec/vec.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>

@@ -3,7 +3,7 @@
 #pragma once
 #include <cmath>
 
-#include "../vec_exp.h"
+#include "../vec/vec_exp.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>

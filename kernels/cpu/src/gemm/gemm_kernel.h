@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "formats/panel.h"
-#include "ops.h"
+#include "../formats/panel.h"
+#include "../ops.h"
 
 constexpr int TILE = LANES == 16 ? 14 : 6;       // rows of a tile: all registers but those of weights and activations
 constexpr int WIDE_SUMS = LANES == 16 ? 24 : 12; // registers of sums when several panels run together

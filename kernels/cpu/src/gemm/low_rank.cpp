@@ -4,10 +4,10 @@
 // leave half of a panel of WIDTH empty. A step of a panel is one input in float32, two in bfloat16, as formats/ has
 // them. A piece of work is some rows of one adapter. A sum is one chain of multiply-adds (gemm_kernel.h), so the cut
 // into pieces touches no number.
-#include "formats/bfloat16.h"
-#include "formats/float32.h"
+#include "../formats/bfloat16.h"
+#include "../formats/float32.h"
 #include "gemm_kernel.h"
-#include "kernels.h"
+#include "../kernels.h"
 
 namespace {
 

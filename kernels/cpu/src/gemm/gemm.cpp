@@ -7,11 +7,11 @@
 #include <array>
 #include <cmath>
 
-#include "codes.h"
-#include "formats.h"
+#include "../codes.h"
+#include "../formats.h"
 #include "gemm_kernel.h"
 #include "gemm_tiles.h"
-#include "kernels.h"
+#include "../kernels.h"
 
 namespace {
 

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "formats/groups.h"
-#include "formats/panel.h"
+#include "../formats/groups.h"
+#include "../formats/panel.h"
 #include "gemm_kernel.h"
-#include "tiles.h"
+#include "../tiles.h"
 
 constexpr int64_t TILED_ROWS = 32;  // that are multiplied together: two registers
 constexpr int64_t TILE_STEP = 32;   // inputs of a register
