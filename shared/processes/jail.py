@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import resource
-import signal
 import socket
 import struct
 import subprocess
@@ -170,23 +169,6 @@ def yield_to_others(all_sessions: bool) -> None:
             time.sleep(0.1)
         except OSError:  # none of that here
             return
-
-
-PIECE_S = 0.00025
-"""Time between two sleeps in a long question."""
-
-
-def sleep_at_alarms() -> None:
-    """Let each SIGALRM put this process to sleep for a moment, also inside a library's call: others go first then.
-
-    A low priority alone is not enough: a kernel that looks at its processes 250 times a second makes each of the few
-    turns 4 ms long, and a step whose core it is waits. The handler is libc's usleep, which takes the signal's number
-    for microseconds and adds the 50 of Linux's timers: one in Python would run when the library has returned.
-    """
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    libc.signal.restype = ctypes.c_void_p
-    libc.signal(signal.SIGALRM, ctypes.cast(libc.usleep, ctypes.c_void_p))
 
 
 def _set_timeout(connection: Connection, timeout_s: float) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shared.processes.jail import PIECE_S, Jail, JailError, allocator, confine, sleep_at_alarms, yield_to_others
+from shared.processes.jail import Jail, JailError, allocator, confine, yield_to_others
 from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError, allows, reason
 
 if TYPE_CHECKING:
@@ -332,15 +332,12 @@ def main() -> int:
         settings = json.loads(connection.recv_bytes(1 << 20))
         grammars = SequenceMatchers(_open(settings), int(KEPT_SHARE * settings["bytes"]))
         yield_to_others(settings["yields_to_all"])
-        sleep_at_alarms()
         confine(settings["bytes"])
         while True:
             question = connection.recv_bytes(MOST_QUESTION_BYTES)
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
-            signal.setitimer(signal.ITIMER_REAL, PIECE_S, PIECE_S)
             start_s = time.process_time()
             answer = reply_to(grammars, question)
-            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(SPENT.pack(time.process_time() - start_s) + answer)
     return 0

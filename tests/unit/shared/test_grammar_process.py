@@ -26,7 +26,6 @@ from shared.text.grammar_process import (
     HEAD,
     MEMORY_BYTES,
     MOST_FORCED,
-    NO_TOKENS,
     SPENT,
     GrammarProcess,
     SequenceMatchers,
@@ -349,15 +348,3 @@ def test_process_has_a_low_priority_among_all_sessions(model: Path, to_all: bool
     if to_all and group.exists() and (words := group.read_text().split()):
         assert int(words[-1]) == jail.NICE
     process.close()
-
-
-def test_long_question_sleeps_after_each_piece(process: GrammarProcess) -> None:
-    def sleeps() -> int:
-        status = Path(f"/proc/{process.jail.pid}/status").read_text()
-        return int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
-
-    process.masks(1, PATTERN, NO_TOKENS)
-    before = sleeps()
-    with pytest.raises(GrammarError):
-        process.masks(2, SLOW, NO_TOKENS)
-    assert sleeps() - before > process.spent_s / jail.PIECE_S / 2 > 10
