@@ -479,7 +479,7 @@ class Turns:
     def __init__(self, tenant_share: float, max_wait_s: float) -> None:
         """tenant_share, max_wait_s: as of Line."""
         self._line: Line[WaitingRequest] = Line(WaitingRequest, "their turn", TURNS, tenant_share, max_wait_s)
-        self._round_begins = 0  # in this round
+        self._begun_count = 0  # in this round
         self._is_counting = False
         self._round_at = 0.0
 
@@ -490,7 +490,7 @@ class Turns:
     @property
     def are_taken(self) -> bool:
         """Whether a request that comes now has to wait."""
-        return self._round_begins >= TURNS or bool(self._line)
+        return self._begun_count >= TURNS or bool(self._line)
 
     async def wait(self, arrival: Arrival) -> bool:
         """Return when the request may begin: whether it had to wait. Raise ApiError(429), as `Line.wait`."""
@@ -499,7 +499,7 @@ class Turns:
             self._round_at = time.monotonic()
             asyncio.get_running_loop().call_soon(self._next_round)
         if not self.are_taken:
-            self._round_begins += 1
+            self._begun_count += 1
             return False
         await self._line.wait(arrival)
         return True
@@ -509,7 +509,7 @@ class Turns:
         batch, _ = self._line.take(now)
         for request in batch:
             request.answer.set_result(None)
-        self._round_begins = len(batch)
+        self._begun_count = len(batch)
         if not batch:
             self._is_counting = False
             return

@@ -46,7 +46,7 @@ class Progress:
         self._steps: dict[str, str] = {}
 
     def look(self, observation: Observation | None, unfinished_count: int, now: float) -> None:
-        """Take one look. observation: None while Redis is silent. unfinished_count: of requests of this gateway."""
+        """Take one look. observation: None while Redis is silent. unfinished_count: of its requests, those that run."""
         if observation is None:
             for track in self._shards.values():
                 track.look(track.works, False, now)

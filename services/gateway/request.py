@@ -402,7 +402,7 @@ def backlog_full(priority: str, full: FullBacklog, resource: str) -> ApiError:
     """Return the 429 for a request of which as many wait as may. resource: for what."""
     code, where = ("tenant_queue_full", "this tenant in ") if full.of_tenant else ("queue_full", "")
     text = (
-        f"queue full for {where}class {priority}: {full.waiting_count} of at most {full.max_waiting} {full.unit} are "
+        f"queue full for {where}class {priority}: {full.amount} of at most {full.max_amount} {full.unit} are "
         f"waiting for {resource}; {RETRY}"
     )
     return ApiError(429, text, code=code, retry_after_s=full.wait_s)
@@ -432,9 +432,9 @@ class FullBacklog(NamedTuple):
     """A bound of the backlog that is reached."""
 
     of_tenant: bool
-    unit: str  # of `waiting_count` and `max_waiting`: requests or bytes
-    waiting_count: int
-    max_waiting: int
+    unit: str  # of `amount` and `max_amount`: requests or bytes
+    amount: int
+    max_amount: int
     wait_s: float  # until there is room
 
 

@@ -204,7 +204,7 @@ class SequenceMatchers:
         try:
             if kind == BEGIN:
                 self._matchers[key] = grammar, self._grammars.matcher(grammar), []
-            self._guess_deadline_s = time.process_time() + LOOK_AHEAD_S
+            self._guess_deadline_s = time.thread_time() + LOOK_AHEAD_S
             grammar = self._matchers[key][0]
             masks = [self._advance(key, tokens[:count])]
             forced_tokens = self._look_ahead(key, tokens[count:], masks)
@@ -282,13 +282,13 @@ class SequenceMatchers:
             return forced_tokens
         matcher = self._matchers[key][1].deep_copy()
         for guess in guesses[: MOST_ANSWER_BYTES // (len(masks[0]) + 4 * MOST_FORCED) - 2]:
-            if matcher.is_stopped() or not allows(masks[-1], guess) or time.process_time() > self._guess_deadline_s:
+            if matcher.is_stopped() or not allows(masks[-1], guess) or time.thread_time() > self._guess_deadline_s:
                 break
             if not (mask := self._mask(matcher, [guess])):
                 return forced_tokens  # what failed is met again when the guess has come true
             masks.append(mask)
             forced_tokens.append([])
-        if _allows_one(masks[-1]) and not matcher.is_stopped() and time.process_time() <= self._guess_deadline_s:
+        if _allows_one(masks[-1]) and not matcher.is_stopped() and time.thread_time() <= self._guess_deadline_s:
             forced_tokens[-1] = matcher.compute_ff_tokens()[:MOST_FORCED]  # of the text that the mask was computed with
         return forced_tokens
 
@@ -336,10 +336,10 @@ def main() -> int:
         while True:
             question = connection.recv_bytes(MOST_QUESTION_BYTES)
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
-            start_s = time.process_time()
+            start_s = time.thread_time()
             answer = reply_to(grammars, question)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(SPENT.pack(time.process_time() - start_s) + answer)
+            connection.send_bytes(SPENT.pack(time.thread_time() - start_s) + answer)
     return 0
 
 

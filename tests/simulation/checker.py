@@ -122,7 +122,7 @@ class Checker:
             self._asked[request, kind] = process
 
     def wanted(self, fields: dict[str, Any]) -> Wanted:
-        """Return the wait_reason for a request, which is checked from now on."""
+        """Return the expectation for a request, which is checked from now on."""
         prompt, tokens = fields["prompts"][0], []
         for choice in range(fields["n"]):
             seed = (fields["sampling"].seed + choice) & ((1 << 64) - 1)

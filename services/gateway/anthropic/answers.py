@@ -32,7 +32,7 @@ class Block:
     name: str = ""
     pieces: list[str] = field(default_factory=list)
 
-    def start_json(self, signature: str = "") -> dict[str, Any]:
+    def start_body(self, signature: str = "") -> dict[str, Any]:
         """Return the block without its content."""
         match self.kind:
             case "thinking":
@@ -45,8 +45,8 @@ class Block:
         """Return the whole block."""
         content = "".join(self.pieces)
         if self.kind == "tool_use":
-            return self.start_json() | {"input": _arguments(content)}
-        return self.start_json(signature) | {self.kind: content}
+            return self.start_body() | {"input": _arguments(content)}
+        return self.start_body(signature) | {self.kind: content}
 
     def delta(self, piece: str) -> dict[str, Any]:
         """Return the delta that adds a piece."""
@@ -170,7 +170,7 @@ class MessageEvents:
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
-        self._position = Position(list(generation.position.last_tokens), generation.position.usage)
+        self._position = Position(list(generation.position.last_indices), generation.position.usage)
         self._blocks = Blocks(generation.spec.hides_thinking)
         self._signature = signature_of(generation.spec)
         generation.passed_over = self._pass_over
@@ -186,7 +186,7 @@ class MessageEvents:
             return b""
         if deltas and any(delta.text or delta.calls or delta.reasoning for delta in deltas):
             choice = self._generation.choices[0]
-            self._position.last_tokens[0] = choice.count - (choice.finish_reason is None)
+            self._position.last_indices[0] = choice.count - (choice.finish_reason is None)
         return self._encode(events)
 
     def end(self, usage: Usage) -> bytes:
@@ -209,9 +209,9 @@ class MessageEvents:
             pass
 
     def _start(self) -> list[dict[str, Any]]:
-        if self._position.last_tokens[0] != NOTHING:
+        if self._position.last_indices[0] != NOTHING:
             return []
-        self._position.last_tokens[0] = PREAMBLE
+        self._position.last_indices[0] = PREAMBLE
         start = message(self._generation, []) | {"stop_reason": None, "stop_sequence": None}
         start["usage"] = usage_body(replace(self._generation.usage, completion_tokens=0, reasoning_tokens=None))
         return [{"type": "message_start", "message": start}]
@@ -223,7 +223,7 @@ class MessageEvents:
             if begins:
                 if open_block is not None:
                     yield from self._close(open_block, len(blocks) - 2)
-                yield {"type": "content_block_start", "index": len(blocks) - 1, "content_block": block.start_json()}
+                yield {"type": "content_block_start", "index": len(blocks) - 1, "content_block": block.start_body()}
                 open_block = block
             if piece:
                 yield {"type": "content_block_delta", "index": len(blocks) - 1, "delta": block.delta(piece)}

@@ -61,12 +61,12 @@ _INDEX = re.compile(r"-?[0-9]{1,9}")
 class Position:
     """How far a client has read.
 
-    last: for each choice the index of the last token with text that the client has, NOTHING or PREAMBLE before; one
-    more than the last token's with the text that only the end released, two more with the reason. usage: the client has
-    the usage, too.
+    last_indices: for each choice the index of the last token with text that the client has, NOTHING or PREAMBLE before;
+    one more than the last token's with the text that only the end released, two more with the reason. usage: the client
+    has the usage, too.
     """
 
-    last_tokens: list[int]
+    last_indices: list[int]
     usage: bool = False
 
     @staticmethod
@@ -89,7 +89,7 @@ class Position:
         return Position([max(NOTHING, int(part)) for part in parts], indices.endswith(_USAGE))
 
     def __str__(self) -> str:
-        return ".".join(map(str, self.last_tokens)) + _USAGE * self.usage
+        return ".".join(map(str, self.last_indices)) + _USAGE * self.usage
 
 
 class Offer(Enum):
@@ -681,7 +681,7 @@ class Generation:
         self.vectors = [b""] * spec.choices  # float32, of a request with pooling
         self.logprobs = Logprobs(spec, model.text, self.choices) if spec.record_bytes else None
         self.position = position or Position([NOTHING] * spec.choices)
-        self._had = [last + 1 for last in self.position.last_tokens]  # tokens that the client has as text
+        self._had = [last + 1 for last in self.position.last_indices]  # tokens that the client has as text
         self.is_plain = (
             self.choices[0].is_plain and not spec.record_bytes and max(self._had) <= 0
         )  # then only rows end it

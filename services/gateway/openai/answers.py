@@ -383,7 +383,7 @@ class EventWriter:
         self._id = b"id: " + spec.id.encode() + b":"
         self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if spec.include_usage else b"]}\n\n"
-        self._position = Position(list(generation.position.last_tokens), generation.position.usage)
+        self._position = Position(list(generation.position.last_indices), generation.position.usage)
         # Of nearly every event, all but its index and its text never changes.
         varies = spec.return_token_ids or spec.continuous_usage or spec.logprobs is not None
         self.is_plain = spec.choices == 1 and not varies
@@ -393,15 +393,15 @@ class EventWriter:
     def echo(self) -> bytes:
         """Return the prompts, if the request has `echo`, before the first token of each choice."""
         parts = []
-        for choice, last in enumerate(self._position.last_tokens):
+        for choice, last in enumerate(self._position.last_indices):
             if self._spec.echo and last == NOTHING:
-                self._position.last_tokens[choice] = PREAMBLE
+                self._position.last_indices[choice] = PREAMBLE
                 parts.append(self._event(choice, self._spec.prompt_texts[choice // self._spec.n], [], None))
         return b"".join(parts)
 
     def events(self, deltas: list[Delta]) -> bytes:
         """Return events of one delivery; empty when all its text is still held back."""
-        last = self._position.last_tokens  # moved before each event; its id includes it
+        last = self._position.last_indices  # moved before each event; its id includes it
         if self.is_plain and len(deltas) == 1 and (last[0] != NOTHING or not self._chat):
             delta = deltas[0]
             if delta.finish_reason is None and not (delta.calls or delta.reasoning):
@@ -431,7 +431,7 @@ class EventWriter:
         """`_event` of the only choice, for text alone."""
         if not text:
             return b""
-        index = self._position.last_tokens[0] = self._generation.choices[0].count - 1
+        index = self._position.last_indices[0] = self._generation.choices[0].count - 1
         return b"%b%d\n%b%b%b" % (self._id, index, self._text_head, orjson.dumps(text), self._behind)
 
     def end(self, usage: Usage) -> bytes:

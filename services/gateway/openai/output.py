@@ -41,8 +41,8 @@ OUTPUT_FIELDS = StructuredBody.model_fields.keys() | {"tools", "tool_choice", "p
 class ToolPlan:
     """The effect of a request's tools.
 
-    use: how calls are read, None where no tool may be called. shown: the tools for the template. grammar: of an answer
-    that has to call, else empty. has_control: a call begins with a control token.
+    use: how calls are read, None where no tool may be called. shown_tools: those for the template. grammar: of an
+    answer that has to call, else empty. has_control: a call begins with a control token.
     """
 
     use: ToolUse | None = None

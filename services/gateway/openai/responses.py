@@ -549,10 +549,10 @@ class ResponseEvents:
                 status = _status(reason) if len(self._items) == 1 else "completed"
             else:
                 status = _status(reason) if key == MESSAGE else _call_status(reason, is_last=key == max(self._items))
-            item_json, event = self._finish_item(key, item, status)
-            output.append(item_json)
+            item_body, event = self._finish_item(key, item, status)
+            output.append(item_body)
             events += event + self._event(
-                "response.output_item.done", output_index=item.at["output_index"], item=item_json
+                "response.output_item.done", output_index=item.at["output_index"], item=item_body
             )
         return events, finish(self._shell, output, reason, usage.body())
 
@@ -595,27 +595,27 @@ class ResponseEvents:
             events += self._event("response.function_call_arguments.delta", **item.at, delta=piece.arguments)
         return events
 
-    def _begin(self, key: int, item_json: dict[str, Any]) -> tuple[_Item, bytes]:
-        item = _Item({"item_id": item_json["id"], "output_index": len(self._items)}, item_json, [])
+    def _begin(self, key: int, item_body: dict[str, Any]) -> tuple[_Item, bytes]:
+        item = _Item({"item_id": item_body["id"], "output_index": len(self._items)}, item_body, [])
         self._items[key] = item
-        added = self._event("response.output_item.added", output_index=item.at["output_index"], item=item_json)
+        added = self._event("response.output_item.added", output_index=item.at["output_index"], item=item_body)
         return item, added
 
     def _finish_item(self, key: int, item: _Item, status: str) -> tuple[dict[str, Any], bytes]:
         """Return an item at its end, and the events with its content."""
         text = "".join(item.pieces)
         if key == REASONING:
-            item_json = reasoning_item(self._shell["id"], text, status)
+            item_body = reasoning_item(self._shell["id"], text, status)
             events = self._event("response.reasoning_text.done", **item.at, content_index=0, text=text)
-            part = item_json["content"][0]
-            return item_json, events + self._event("response.content_part.done", **item.at, content_index=0, part=part)
+            part = item_body["content"][0]
+            return item_body, events + self._event("response.content_part.done", **item.at, content_index=0, part=part)
         if key != MESSAGE:
-            item_json = item.start | {"status": status, "arguments": text}
-            name = item_json["name"]
-            return item_json, self._event("response.function_call_arguments.done", **item.at, name=name, arguments=text)
-        item_json = message_item(self._shell["id"], text, status)
+            item_body = item.start | {"status": status, "arguments": text}
+            name = item_body["name"]
+            return item_body, self._event("response.function_call_arguments.done", **item.at, name=name, arguments=text)
+        item_body = message_item(self._shell["id"], text, status)
         events = self._event("response.output_text.done", **item.at, content_index=0, text=text, logprobs=[])
-        return item_json, events + self._event(
+        return item_body, events + self._event(
             "response.content_part.done", **item.at, content_index=0, part=text_part(text)
         )
 

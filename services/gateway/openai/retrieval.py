@@ -137,7 +137,7 @@ async def embed_spec(body: EmbedBody, model: ModelText, limits: Limits) -> Gener
 
 
 def _truncate(model: ModelText, text: str, name: str, max_tokens: int, side: str | None) -> list[int]:
-    """Return at most so many tokens of a text, the tokenizer's own around it. side: that is cut. Raise ApiError."""
+    """Return at most so many tokens of a text, with the tokenizer's around it. side: that is cut. Raise ApiError."""
     ids = model.encode(text)
     if not ids:
         raise invalid("texts", f"{name} is empty: it has no token; got {quote(text)}")

@@ -213,6 +213,14 @@ def test_library_has_a_format_of_every_table_and_of_int4(variant: str) -> None:
     assert INT4.name in names
 
 
+def test_groups_take_the_bytes_that_their_format_says(variant: str) -> None:
+    library = cpu_variants.library(variant)
+    outputs, inputs = 256, 512
+    for name in library.group_formats - {W8A8}:
+        size = library.packed_bytes(library.format_numbers[name], outputs, inputs)
+        assert size == outputs * inputs * GroupFormat.parse(name).bits_per_weight / 8, name
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
 def test_product_equals_float64_for_any_shape(gemm: Gemm, kind: tuple[str, int, int]) -> None:
     weight_format, dtype, out_dtype = kind

@@ -348,3 +348,11 @@ def test_process_has_a_low_priority_among_all_sessions(model: Path, to_all: bool
     if to_all and group.exists() and (words := group.read_text().split()):
         assert int(words[-1]) == jail.NICE
     process.close()
+
+
+def test_processor_time_of_a_short_question_is_counted(process: GrammarProcess) -> None:
+    spent = []
+    for key in range(40):
+        process.masks(key, LLMatcher.grammar_from_regex(f"[ab]{{4}}c*{key}"), tokens())
+        spent.append(process.spent_s)
+    assert min(spent) > 0, "the clock stands still between the looks of the kernel"

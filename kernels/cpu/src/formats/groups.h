@@ -1,8 +1,9 @@
-// Weights of 2, 4, 6 or 8 bits in groups of inputs with one float32 scale per output, and perhaps one minimum: Groups of
-// kernels/ops.py says what a number is. A step is a group: scales, minima, then the numbers, 32 bits for some inputs of an
-// output, the even ones in the lower half; 6 bits take a byte. gemm.cpp writes some steps as float32 panels and multiplies these, so that a
-// product has the bits of the float32 weight; where the machine multiplies pairs of bfloat16, it does so for activations
-// in bfloat16, by tiles where it has them (GroupTiles), else by VDPBF16PS (GroupPairs).
+// Weights of 2, 4, 6 or 8 bits in groups of inputs with one float32 scale per output, and perhaps one minimum: Groups
+// of kernels/ops.py says what a number is. A step is a group: scales, minima, then the numbers, 32 bits for some inputs
+// of an output, the even ones in the lower half; 6 bits take a byte. gemm.cpp writes some steps as float32 panels and
+// multiplies these, so that a product has the bits of the float32 weight; where the machine multiplies pairs of
+// bfloat16, it does so for activations in bfloat16, by tiles where it has them (GroupTiles), else by VDPBF16PS
+// (GroupPairs).
 #pragma once
 #include <array>
 #include <type_traits>

@@ -115,7 +115,7 @@ class _Bracket:
 class CallList:
     """Read a list of calls with `feed`, from its bracket on.
 
-    calls: names with arguments as JSON. ended: the closing bracket was read. failed: no such list.
+    calls: names with arguments as JSON. has_ended: the closing bracket was read. has_failed: no such list.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:

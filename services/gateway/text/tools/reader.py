@@ -76,7 +76,8 @@ class Escapes:
 class CallObject:
     """Read one call's object with `feed`, from the opening brace on.
 
-    name: empty until it was read. ended: the closing brace was read. failed: no such object, or one without a name.
+    name: empty until it was read. has_ended: the closing brace was read. has_failed: no such object, or one without a
+    name.
     """
 
     def __init__(self, name: str = "") -> None:
