@@ -164,13 +164,13 @@ def test_any_value_of_messages_is_accepted_or_refused(value: Any, name: str) -> 
 def test_event_id_round_trips(last: list[int], usage: bool) -> None:
     given_id = "cmpl-1:" + ".".join(map(str, last)) + ("+" if usage else "")
     position = Position.parse(given_id, "cmpl-1", len(last))
-    assert (position.last_tokens, position.usage) == (last, usage)
+    assert (position.last_indices, position.usage) == (last, usage)
 
 
 @given(st.text(max_size=30) | st.from_regex(r"cmpl-1:[-+.0-9]{0,20}", fullmatch=True), st.integers(1, 4))
 def test_any_event_id_is_a_position_or_refused_by_name(given_id: str, choices: int) -> None:
     try:
-        assert len(Position.parse(given_id, "cmpl-1", choices).last_tokens) == choices
+        assert len(Position.parse(given_id, "cmpl-1", choices).last_indices) == choices
     except ApiError as error:
         assert (error.status, error.param) == (400, "Last-Event-ID")
 
