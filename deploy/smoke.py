@@ -29,7 +29,7 @@ LOOKS = 5
 STREAMS = 5
 """Tries to kill a worker in the middle of a stream."""
 PAUSE_S = 0.3
-"""Shortest pause of a stream whose worker starts again; nothing else makes one so long."""
+"""A stream pauses at least so long while its worker starts again."""
 
 
 class BrokenPromiseError(Exception):

@@ -37,8 +37,8 @@ class GroupFormat:
     @property
     def bits_per_weight(self) -> float:
         """Return the bits of a weight in memory, with its part of the scale and the minimum."""
-        held = 8 if self.bits == 6 else self.bits
-        return held + (64 if self.has_mins else 32) / self.group
+        memory_bits = 8 if self.bits == 6 else self.bits
+        return memory_bits + (64 if self.has_mins else 32) / self.group
 
     @classmethod
     def parse(cls, name: str) -> GroupFormat:

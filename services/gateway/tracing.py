@@ -13,7 +13,7 @@ from services.gateway.request import GenerationSpec
 from shared.telemetry.traces import Tracer, Value, traceparent
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import Span
+    from opentelemetry.trace import Span
 
 
 OPERATIONS = {"chat": "chat", "completions": "text_completion"}  # the name of any other endpoint is its operation

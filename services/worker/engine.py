@@ -633,7 +633,7 @@ class Engine:
 
 
 def _stale_peers(inflight: InFlightStep, copied: Acknowledged, are_stale: tuple[bool, ...]) -> dict[int, str]:
-    """Return the peers of which KV is computed again, by number, and why; log those whose copies were wrong."""
+    """Return why KV at a peer is computed again, by the peer's number. Log the copies that were wrong."""
     if not (copied.peers or inflight.unreadable):
         return {}
     faults: dict[int, str] = {}  # by peer, the first one that this rank has seen of several steps

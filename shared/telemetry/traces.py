@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import Span
-    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace import Span, SpanKind
 
 log = logging.getLogger("orcinus.traces")
 
@@ -68,7 +67,7 @@ class Tracer:
         span = self._tracer.start_span(
             name, context, kind or SpanKind.INTERNAL, attributes=dict(attributes), start_time=start_ns
         )
-        return span  # type: ignore[return-value]
+        return span
 
     def record(self, name: str, parent: str, start_ns: int, end_ns: int, attributes: Mapping[str, Value]) -> None:
         """Record a span that has ended."""
