@@ -19,7 +19,7 @@ from tests.chaos.harness.checker import check_rest
 from tests.chaos.harness.faults import KINDS
 from tests.chaos.harness.rest import SEQUENCES, observe, unfinished
 from tests.chaos.harness.run import SEED, Result, Scenario, chaos
-from tests.chaos.harness.stack import REDIS, SHARD, ChaosStack, until
+from tests.chaos.harness.target.stack import REDIS, SHARD, ChaosStack, until
 
 FAULTS = len(KINDS)
 """They come in turn, so each comes once."""

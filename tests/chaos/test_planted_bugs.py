@@ -9,8 +9,8 @@ import pytest
 import uvloop
 
 from shared.settings import DEMO_MODEL
-from tests.chaos.harness.planted import programs
 from tests.chaos.harness.run import Scenario, chaos
+from tests.chaos.harness.target.planted import programs
 
 pytestmark = pytest.mark.timeout(300)
 SEED = 20261121

@@ -26,7 +26,7 @@ from tests.chaos.harness.history import DONE, History, Outcome, Rest
 from tests.chaos.harness.load import Load, grammars, templates, undisturbed
 from tests.chaos.harness.rest import epochs, said, settled
 from tests.chaos.harness.run import SETTINGS
-from tests.chaos.harness.stack import REDIS, ChaosStack, until
+from tests.chaos.harness.target.stack import REDIS, ChaosStack, until
 
 SEED = 20261123
 CLIENTS = 8

@@ -25,7 +25,7 @@ from services.scheduler.workers import wire
 from shared import redis_client
 from shared.lease import Lease
 from shared.redis_client import source
-from tests.chaos.harness.planted import BUGS
+from tests.chaos.harness.target.planted import BUGS
 
 Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 

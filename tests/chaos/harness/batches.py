@@ -13,7 +13,7 @@ from tests.chaos.harness.checker import Violation, check_tokens
 from tests.chaos.harness.client import Sessions, take_whole
 from tests.chaos.harness.history import Connection, History, Outcome
 from tests.chaos.harness.load import Load, Template
-from tests.chaos.harness.stack import NotReadyError, until
+from tests.chaos.harness.target.stack import NotReadyError, until
 
 PATH = "/v1/completions"
 LINES = 6

@@ -1,4 +1,4 @@
-"""Judges a chaos run: pure functions over what was written down (chaos_history.py). Nothing lost, nothing twice.
+"""Judge a chaos run: pure functions over what was written down (history.py). Nothing lost, nothing twice.
 
 Every request ends exactly once; the tokens of a choice are contiguous; what is told equals the undisturbed run; the
 record in Redis says the same; epochs never fall; at rest the stack holds what it held before.

@@ -21,8 +21,8 @@ from typing import Any
 from services.cli.drain import drain
 from shared.errors import ConfigurationError
 from tests.chaos.harness.history import Injected
-from tests.chaos.harness.proxy import Proxy
-from tests.chaos.harness.stack import (
+from tests.chaos.harness.target.proxy import Proxy
+from tests.chaos.harness.target.stack import (
     MAXMEMORY,
     REDIS,
     SERVICES,

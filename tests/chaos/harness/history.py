@@ -1,6 +1,6 @@
 """What a chaos run writes down: of each request what its client saw, and of the stack what it holds at rest.
 
-Plain data, filled in by `chaos_client.py` and `chaos_stack.py`, judged by `chaos_checker.py`. Times are those of
+Plain data, filled in by `client.py` and `rest.py`, judged by `checker.py`. Times are those of
 time.monotonic().
 """
 

@@ -35,7 +35,7 @@ from services.cli.stack import find
 from shared.settings import DEMO_MODEL, ChatSettings
 from tests.chaos.harness.faults import AT_ONCE, KINDS, OF_PROCESSES
 from tests.chaos.harness.run import SLOTS, Result, Scenario, chaos, chaos_here
-from tests.chaos.harness.stack import NotReadyError, RunningStack
+from tests.chaos.harness.target.stack import NotReadyError, RunningStack
 
 SHOWN = 20
 

@@ -12,7 +12,7 @@ import psutil
 from shared.keys import CLASSES, GROUP
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.history import Rest
-from tests.chaos.harness.stack import NotReadyError, Stack
+from tests.chaos.harness.target.stack import NotReadyError, Stack
 
 SEQUENCES = ("running", "waiting", "swapped", "parked", "in_flight", "blocks_draining")
 

@@ -44,7 +44,7 @@ from tests.chaos.harness.load import (
 )
 from tests.chaos.harness.pauses import Gap, Refills, gaps, longest, read_refills
 from tests.chaos.harness.rest import epochs, said, settled, unfinished
-from tests.chaos.harness.stack import ChaosStack, NotReadyError, RunningStack, Stack, until
+from tests.chaos.harness.target.stack import ChaosStack, NotReadyError, RunningStack, Stack, until
 
 SEED = 20261120
 """Seed of the long run with the committed result; the test is its beginning."""

@@ -15,7 +15,7 @@ import psutil
 from redis.exceptions import RedisError
 
 from shared.keys import CLASSES, GROUP
-from tests.chaos.harness.stack import SHARD, ChaosStack
+from tests.chaos.harness.target.stack import SHARD, ChaosStack
 
 EVERY_S = 1.0
 PANELS = {

@@ -32,8 +32,8 @@ from shared.keys import Keys, model_tag
 from shared.processes.supervisor import WRAPPER
 from shared.settings import ROOT, CommonSettings, LauncherSettings
 from tests.chaos.harness.clock import Deadline
-from tests.chaos.harness.proxy import Proxy
-from tests.chaos.harness.redis_clock import RedisClock
+from tests.chaos.harness.target.proxy import Proxy
+from tests.chaos.harness.target.redis_clock import RedisClock
 from tests.support.launcher import settings_env
 from tests.support.waiting import free_port
 
@@ -243,7 +243,7 @@ class ChaosStack(Stack):
         self.urls = [f"http://127.0.0.1:{self._http[name][0]}" for name in GATEWAYS]
         self.step_log = directory / "steps.jsonl"
         self.orders = directory / "orders"  # to the worker, what its next step shall do (chaos_worker.py)
-        self._programs = {WORKER: ("tests.chaos.harness.worker", str(self.orders)), **(programs or {})}
+        self._programs = {WORKER: ("tests.chaos.harness.target.worker", str(self.orders)), **(programs or {})}
         self._replica_port, self._replica_link = free_port(), Proxy(free_port(), self._redis_port)
         self.replica = self._redis_process(binary, "replica", self._replica_port)  # runs once it is told to follow
         self.processes: dict[str, Supervised] = {REDIS: self._redis_process(binary, "redis", self._redis_port)}

@@ -1,6 +1,6 @@
 """The worker of a chaos run: the real one with a forward pass that goes wrong once when a file says so.
 
-    python -m tests.chaos.harness.worker FILE
+    python -m tests.chaos.harness.target.worker FILE
 
 FILE holds an order, which the next step takes away and obeys: `error`, `memory`, `hang`, or `hang SECONDS`. The step
 has been applied to the slots by then, and its tokens are not computed. Settings come from the environment, as always.

@@ -1,6 +1,6 @@
 """Services with a bug, to see that a chaos run finds it. The product has none of these and no switch for them.
 
-    python -m tests.chaos.harness.planted ROLE BUG ...
+    python -m tests.chaos.harness.target.planted ROLE BUG ...
 
 starts the real service with some parts replaced. `Scenario.programs` takes `programs(BUG, ...)`; tests/chaos does so.
 """
@@ -123,7 +123,9 @@ BUGS: Mapping[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Non
 def programs(*bugs: str) -> dict[str, tuple[str, ...]]:
     """By role, what to run behind `python -m`."""
     roles = dict.fromkeys(BUGS[bug][0] for bug in bugs)
-    return {role: ("tests.chaos.harness.planted", role, *(b for b in bugs if BUGS[b][0] == role)) for role in roles}
+    return {
+        role: ("tests.chaos.harness.target.planted", role, *(b for b in bugs if BUGS[b][0] == role)) for role in roles
+    }
 
 
 def main(role: str, *bugs: str) -> None:
