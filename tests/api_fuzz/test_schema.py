@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 
 from shared.settings import ROOT
 from tests.support.checkpoints.tokenizers import write_model
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 

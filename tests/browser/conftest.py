@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.support.checkpoints.tokenizers import write_model
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.written_stack import WrittenStack
 

@@ -13,7 +13,7 @@ from services.launcher.up import DEMO_PROMPT
 from tests.browser.conftest import Visit
 from tests.browser.test_dashboard import contrast
 from tests.support.checkpoints.tokenizers import byte_level
-from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
+from tests.support.gateway.process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, STOP, Claimed, Line, ScriptedScheduler
 

@@ -12,7 +12,7 @@ import pytest
 from shared.keys import PLACER, PLACER_KEYS
 from shared.placement import Placement
 from tests.browser.conftest import AHEAD_MS, Visit
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.written_stack import WrittenStack
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.browser.conftest import Visit
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 
 OpenPage = Callable[..., Visit]

@@ -15,7 +15,7 @@ from tests.chaos.harness.client import counts
 from tests.chaos.streams import load
 from tests.support import sse
 from tests.support.checkpoints.models import Reference
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import PLAIN, Stack, running_stack
 from tests.support.waiting import until
 

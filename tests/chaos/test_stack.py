@@ -22,7 +22,7 @@ from protos import queue_pb2
 from tests.chaos.streams import load
 from tests.support import sse
 from tests.support.checkpoints.models import Reference
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import PLAIN, START_S, Stack
 from tests.support.waiting import until
 

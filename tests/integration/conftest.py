@@ -13,7 +13,7 @@ from shared.keys import Keys
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from tests.support.checkpoints.tokenizers import shared_byte_level, token_ids, write_model
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 

@@ -20,7 +20,7 @@ from services.scheduler.tracing import Spans, Timeline
 from shared.settings import SchedulerSettings
 from tests.support import http_server
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_process import led_gateway
+from tests.support.gateway.process import led_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import Claimed, answering
 from tests.support.waiting import until

@@ -38,7 +38,7 @@ from tests.simulation import clock, redis_server, worker
 from tests.simulation.checker import Checker, Wanted
 from tests.simulation.clock import Loop, Process
 from tests.simulation.network import Endpoint, Network
-from tests.support import generations
+from tests.support.gateway import generations
 from tests.support.sse import DONE, Decoder
 
 MODEL = worker.MODEL

@@ -22,8 +22,8 @@ from deploy import redis_users
 from shared.keys import PLACER, PLACER_KEYS, Keys
 from shared.placement import Placement
 from tests.support.checkpoints.models import Reference, make_llama
-from tests.support.gateway_clients import Stream
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.clients import Stream
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.launcher import ROOT, alive, settings_env
 from tests.support.stack import PLAIN, RedisServer
 from tests.support.waiting import until

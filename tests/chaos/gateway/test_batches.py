@@ -18,7 +18,7 @@ from openai.types import Batch
 
 from services.gateway.batches.lines import seed_of
 from tests.support.checkpoints.models import Reference
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import Stack
 from tests.support.waiting import until
 

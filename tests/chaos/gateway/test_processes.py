@@ -24,7 +24,7 @@ from protos import kserve_pb2, kserve_pb2_grpc
 from shared.processes.listeners import reserve
 from tests.chaos.streams import load
 from tests.support.checkpoints.models import Reference
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stack import PLAIN, ROOT, Stack, running_stack
 from tests.support.waiting import free_port, until
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.support.checkpoints.models import Reference
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stack import PLAIN, ROOT, Stack
 from tests.support.waiting import free_port, until
 

@@ -23,7 +23,7 @@ from shared.settings import ChatSettings
 from tests.integration.conftest import KEY, TEXT
 from tests.support import http_server
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.process import GatewayProcess
 from tests.support.launcher import ROOT, clean_env
 from tests.support.waiting import free_port, until
 

@@ -15,9 +15,9 @@ from services.gateway.gateway import Gateway
 from services.gateway.text.tokenizer import ModelText
 from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY
-from tests.support import generations
-from tests.support.gateway_clients import openai_client
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway import generations
+from tests.support.gateway.clients import openai_client
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import wait_until

@@ -28,7 +28,7 @@ from shared.tasks import end
 from tests.integration.conftest import add_key
 from tests.support.checkpoints.gguf import write_file
 from tests.support.checkpoints.tokenizers import write_model
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.launcher import clean_env
 from tests.support.stack import ROOT, RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler

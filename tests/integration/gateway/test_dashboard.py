@@ -14,7 +14,7 @@ from services.gateway.dashboard import routes
 from services.gateway.dashboard.feed import MOST_VIEWERS
 from shared.telemetry.stack_view import HISTORY
 from tests.support import sse
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import PLAIN, RedisServer
 from tests.support.stand_ins.written_stack import STATS, WrittenStack
 from tests.support.waiting import until

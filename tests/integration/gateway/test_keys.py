@@ -26,7 +26,7 @@ from shared.settings import GatewaySettings
 from shared.tasks import end
 from tests.integration.gateway.conftest import asgi
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.waiting import free_port, until, wait_until

@@ -22,7 +22,7 @@ from tests.support.checkpoints.tokenizers import (
     write_model,
     write_panicking_model,
 )
-from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
+from tests.support.gateway.process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import ROOT, RedisServer
 from tests.support.stand_ins.scripted_scheduler import STOP, ScriptedScheduler, answering
 from tests.support.waiting import free_port, until, wait_until

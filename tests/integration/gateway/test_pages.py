@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from services.cli.app import app
 from services.gateway.http.pages import PAGE_HEADERS
 from services.gateway.web import routes as web
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import PLAIN, RedisServer
 from tests.support.waiting import until
 

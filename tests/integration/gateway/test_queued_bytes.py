@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.conftest import KEY, OTHER
 from tests.support.checkpoints.tokenizers import write_model
-from tests.support.gateway_process import GatewayProcess, led_gateway
+from tests.support.gateway.process import GatewayProcess, led_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import CANCELLED, ERROR, LENGTH, Line, ScriptedScheduler
 

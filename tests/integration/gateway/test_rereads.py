@@ -19,7 +19,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.openai.responses import Responses
 from shared.settings import GatewaySettings
 from tests.integration.gateway.conftest import asgi, in_process
-from tests.support import generations
+from tests.support.gateway import generations
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import STOP, ScriptedScheduler, answering
 from tests.support.waiting import wait_until

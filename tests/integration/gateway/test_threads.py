@@ -15,7 +15,7 @@ from services.gateway.request import ARRIVAL
 from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, OTHER
 from tests.integration.gateway.conftest import asgi, in_process
-from tests.support import generations
+from tests.support.gateway import generations
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 

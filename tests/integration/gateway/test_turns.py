@@ -25,7 +25,7 @@ from services.gateway.openai import completions
 from services.gateway.request import THREADS, Arrival
 from shared.keys import GROUP, Keys
 from tests.integration.gateway.conftest import asgi
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stack import PLAIN, RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import until, wait_until

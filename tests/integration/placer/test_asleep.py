@@ -22,7 +22,7 @@ from shared.placement import Placement, read_placements
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.forked import Forked
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.process import GatewayProcess
 from tests.support.launcher import settings_env
 from tests.support.stack import PATIENT_MS, PLAIN, RedisServer
 from tests.support.stand_ins.token_worker import TokenWorker

@@ -27,7 +27,7 @@ from shared.settings import ROOT
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.docs.bad_calls import CALLS, USER, Called
 from tests.support.docs.bad_requests import CROWDED, MOST_BODY, SECTIONS, WITHOUT_SCHEDULER, Sent
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import PLAIN, RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.waiting import free_port, until

@@ -13,7 +13,7 @@ import httpx
 from shared.keys import Keys
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.forked import Forked
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stack import PATIENT_MS, PLAIN, RedisServer
 from tests.support.stand_ins.token_worker import TokenWorker, answer
 from tests.support.waiting import until

@@ -14,8 +14,8 @@ from services.gateway.openai.answers import EventWriter, answer_body
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from tests.support import sse
-from tests.support.generations import generation, model
-from tests.support.generations import spec as make_spec
+from tests.support.gateway.generations import generation, model
+from tests.support.gateway.generations import spec as make_spec
 from tests.unit.gateway.text.test_generation import brute_force
 
 FINISHES = {1: "stop", 2: "length", 4: "deadline"}

@@ -41,7 +41,7 @@ from shared.text import bounded_json
 from shared.text.bounded_json import MAX_DEPTH
 from shared.text.grammars import GrammarError, Grammars
 from tests.support.checkpoints.tokenizers import byte_level, write_model
-from tests.support.generations import read_calls, rows
+from tests.support.gateway.generations import read_calls, rows
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 TEXTS = st.text(alphabet=st.sampled_from('ab[]{}",:\\/\n\0é🐋 '), max_size=8) | st.text(

@@ -28,7 +28,7 @@ from services.gateway.request import CLASS_SHARES, GenerationSpec, content_of
 from shared.keys import CLASSES, Keys, grammar_name
 from shared.redis_client import GRAMMAR_APART_BYTES
 from shared.settings import DEMO_MODEL, GatewaySettings
-from tests.support import generations
+from tests.support.gateway import generations
 
 RATE = 70.0  # tokens a second
 

@@ -18,7 +18,7 @@ from services.gateway.anthropic.answers import MessageEvents
 from services.gateway.delivery.stream import Offer, Row
 from services.gateway.openai import answers
 from services.gateway.openai.answers import KEEP_ALIVE, EventStream, EventWriter
-from tests.support.generations import generation, model, spec
+from tests.support.gateway.generations import generation, model, spec
 
 
 class Client:

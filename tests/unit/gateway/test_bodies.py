@@ -27,7 +27,7 @@ from services.gateway.openai.bodies import (
 from services.gateway.openai.responses import ResponsesBody
 from services.gateway.request import Limits
 from shared.text.bounded_json import MAX_CONTAINERS, MAX_MEMBERS
-from tests.support.generations import rows
+from tests.support.gateway.generations import rows
 
 MANY = 50_000
 MESSAGE = {"role": "user", "content": "x"}

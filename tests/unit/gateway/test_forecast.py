@@ -25,7 +25,7 @@ from services.gateway.progress import Observation
 from services.gateway.request import Limits
 from shared.placement import Placement
 from shared.settings import GatewaySettings
-from tests.support import generations
+from tests.support.gateway import generations
 
 BUSY = {"queued_tokens_normal": "800", "predicted_ttft_ms_normal": "4000.5", "prefill_tok_s": "200.0", "time_ms": "7"}
 

@@ -22,7 +22,7 @@ from services.gateway.openai.chat import plain_messages
 from services.gateway.request import THINKING, GenerationSpec, ToolUse
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.generations import CUTS, EOS, generation, in_rows, rows, spec, stored, streamed
+from tests.support.gateway.generations import CUTS, EOS, generation, in_rows, rows, spec, stored, streamed
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}, **CACHED}

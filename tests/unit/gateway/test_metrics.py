@@ -12,7 +12,7 @@ from services.gateway.metrics import ALIASES, GAPS_KEPT, Metrics
 from services.gateway.request import Limits
 from services.scheduler.metrics import ALIASES as SCHEDULER_ALIASES
 from shared.settings import DEMO_MODEL, GatewaySettings
-from tests.support.generations import spec
+from tests.support.gateway.generations import spec
 
 STATS = {
     "shard-0": {

@@ -19,7 +19,7 @@ from services.gateway.auth import Caller
 from services.gateway.errors import ApiError
 from services.gateway.request import Arrival
 from shared.tasks import end
-from tests.support import generations
+from tests.support.gateway import generations
 
 
 def arrival(

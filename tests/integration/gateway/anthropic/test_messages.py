@@ -17,7 +17,7 @@ from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, OTHER
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_process import GatewayProcess, led_gateway
+from tests.support.gateway.process import GatewayProcess, led_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler, answering
 from tests.support.waiting import until

@@ -13,8 +13,8 @@ from openai.types import Batch
 
 from shared.batch_lines import URLS
 from tests.integration.conftest import KEY, OTHER, TEXT, add_key
-from tests.support.gateway_clients import openai_client
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.clients import openai_client
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import until

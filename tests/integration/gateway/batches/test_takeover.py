@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.integration.gateway.batches.test_batches import begin, ended, line, rows
-from tests.support.gateway_clients import openai_client
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.clients import openai_client
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 

@@ -22,8 +22,8 @@ from shared.settings import GatewaySettings
 from shared.tasks import end
 from tests.integration.conftest import KEY, OTHER
 from tests.integration.gateway.batches.test_batches import begin, ended, line, rows
-from tests.support.gateway_clients import openai_client
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway.clients import openai_client
+from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import until, wait_until

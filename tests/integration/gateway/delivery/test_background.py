@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_process import GatewayProcess, led_gateway
+from tests.support.gateway.process import GatewayProcess, led_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Claimed, Line, ScriptedScheduler
 from tests.support.waiting import until

@@ -18,7 +18,7 @@ from services.gateway.delivery.stream import Generation
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from shared.keys import CLASSES
-from tests.support import generations
+from tests.support.gateway import generations
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import DEADLINE, LENGTH, Line, ScriptedScheduler
 from tests.support.waiting import wait_until

@@ -12,8 +12,8 @@ import pytest
 from shared.text.grammars import NOT_FOLLOWED
 from shared.text.logprobs import pack_record
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_clients import posted, raw_post, streamed
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.clients import posted, raw_post, streamed
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stand_ins.scripted_scheduler import CANCELLED, ERROR, LENGTH, STOP, Line, ScriptedScheduler
 from tests.support.waiting import until
 

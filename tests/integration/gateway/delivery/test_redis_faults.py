@@ -11,8 +11,8 @@ import pytest
 
 from shared.keys import Keys
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_clients import raw_post, streamed
-from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
+from tests.support.gateway.clients import raw_post, streamed
+from tests.support.gateway.process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
 from tests.support.waiting import until

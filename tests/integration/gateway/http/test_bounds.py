@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from deploy import certs
-from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
+from tests.support.gateway.process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import until

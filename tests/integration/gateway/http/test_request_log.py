@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.integration.conftest import KEY, TEXT
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
+from tests.support.gateway.process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import answering
 from tests.support.waiting import until

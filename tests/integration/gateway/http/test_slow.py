@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_clients import raw_post, streamed
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.clients import raw_post, streamed
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
 from tests.support.waiting import until
 

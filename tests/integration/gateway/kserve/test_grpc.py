@@ -28,9 +28,9 @@ from services.gateway.kserve.tensors import MOST_FIELDS, fields_of
 from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, TEXT, add_key
 from tests.integration.gateway.conftest import in_process
-from tests.support import generations
 from tests.support.checkpoints.tokenizers import PANIC, token_ids, write_panicking_model
-from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
+from tests.support.gateway import generations
+from tests.support.gateway.process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
 from tests.support.waiting import free_port, until, wait_until

@@ -16,8 +16,8 @@ from shared.wire.columns import unpack
 from tests.integration.conftest import KEY, OTHER, TEXT
 from tests.support.checkpoints.tokenizers import CONTEXT, token_ids
 from tests.support.docs.bad_requests import CHAT
-from tests.support.gateway_clients import posted
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.clients import posted
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stack import PLAIN
 from tests.support.stand_ins.scripted_scheduler import LENGTH, STOP, Line, ScriptedScheduler
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.docs import bad_input
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.process import GatewayProcess
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.integration.conftest import OTHER, TEXT
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stand_ins.scripted_scheduler import ERROR, Line, ScriptedScheduler
 from tests.support.waiting import until
 

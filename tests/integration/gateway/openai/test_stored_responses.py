@@ -14,7 +14,7 @@ from shared.text import bounded_json
 from tests.integration.conftest import OTHER, TEXT
 from tests.integration.gateway.conftest import asgi
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import STOP, Line, ScriptedScheduler, answering
 from tests.support.waiting import until

@@ -22,8 +22,8 @@ from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import merge
 from shared.text.grammars import MOST_GRAMMAR_BYTES, NOT_FOLLOWED
 from tests.support.checkpoints.tokenizers import write_model
-from tests.support.generations import read_calls, stored
-from tests.support.generations import spec as make_spec
+from tests.support.gateway.generations import read_calls, stored
+from tests.support.gateway.generations import spec as make_spec
 from tests.unit.gateway.text.test_tools import HERMES, TOOLS, WEATHER, chat, for_grammars, grammar_of, walk
 
 ARGUMENTS = '{"city": "K\\u00f6ln"}'

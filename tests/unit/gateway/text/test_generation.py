@@ -16,7 +16,7 @@ from services.gateway.delivery.stream import AT_ONCE, ChoiceText, Generation, Of
 from services.gateway.errors import HANDED_OVER, TAKEN_OVER, ApiError, handed_over, taken_over
 from services.gateway.openai.answers import EventWriter
 from services.gateway.text.stop import StopMatcher
-from tests.support.generations import CUTS, Recorded, generation, model, rows, spec
+from tests.support.gateway.generations import CUTS, Recorded, generation, model, rows, spec
 
 
 def test_usage_counts_cached_tokens_of_each_prompts_first_choice() -> None:

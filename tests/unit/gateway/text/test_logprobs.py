@@ -27,7 +27,7 @@ from services.gateway.request import GenerationSpec
 from services.gateway.text.logprobs import AT_ONCE as LOGPROBS_AT_ONCE
 from shared.text.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
 from shared.wire.columns import pack
-from tests.support.generations import CUTS, generation, model, rows, spec, stored, streamed
+from tests.support.gateway.generations import CUTS, generation, model, rows, spec, stored, streamed
 
 TEXT = "a naïve 🐙, quick fox."  # the octopus is several tokens
 

@@ -16,7 +16,7 @@ from services.gateway.openai.answers import answer_body
 from services.gateway.openai.bodies import CompletionBody, generation_spec
 from services.gateway.request import GenerationSpec, Limits
 from shared.text.logprobs import pack_prompt_records, prompt_record_bytes, unpack_prompt_records
-from tests.support.generations import generation, model, spec, stored
+from tests.support.gateway.generations import generation, model, spec, stored
 
 TEXT = "whale 🐋!"  # the whale is several tokens
 WANTED = 3

@@ -32,7 +32,17 @@ from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import byte_level, write_model
-from tests.support.generations import CUTS, bytes_of_one_more, generation, in_rows, model, rows, spec, stored, streamed
+from tests.support.gateway.generations import (
+    CUTS,
+    bytes_of_one_more,
+    generation,
+    in_rows,
+    model,
+    rows,
+    spec,
+    stored,
+    streamed,
+)
 
 QWEN = (
     "{%- for message in messages %}{%- set content = message.content %}"

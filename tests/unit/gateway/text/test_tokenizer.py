@@ -36,7 +36,7 @@ from shared.text.grammars import Grammars, NoGrammarsError
 from shared.text.tokenizer import FAR_END, TokenizerError
 from shared.wire.columns import pack
 from tests.support.checkpoints.tokenizers import CHAT_TEMPLATE, CONTEXT, byte_fallback, byte_level, write_model
-from tests.support.generations import model, spec, stored
+from tests.support.gateway.generations import model, spec, stored
 from tests.support.waiting import until
 from tests.unit.gateway.text.test_reasoning import CALLS, HEAD, NEXT
 

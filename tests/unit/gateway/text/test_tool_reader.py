@@ -12,7 +12,7 @@ from services.gateway.request import ToolUse
 from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.pythonic import MOST_LISTED
 from services.gateway.text.tools.reader import CallObject, CallPiece, merge
-from tests.support.generations import bytes_of_one_more, read_calls
+from tests.support.gateway.generations import bytes_of_one_more, read_calls
 
 NAMES = ("get_weather", "add")
 A = '{"city": "Köln", "days": [1, {"x": "}\\"]"}]}'

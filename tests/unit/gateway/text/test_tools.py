@@ -33,8 +33,8 @@ from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import BLOCKS, OPENINGS
 from shared.text.grammars import CACHE_BYTES, Grammars, mask_of
 from tests.support.checkpoints.tokenizers import byte_fallback, byte_level, metaspace, write_model
-from tests.support.generations import generation, in_rows, read_calls, stored, streamed
-from tests.support.generations import spec as make_spec
+from tests.support.gateway.generations import generation, in_rows, read_calls, stored, streamed
+from tests.support.gateway.generations import spec as make_spec
 
 WEATHER = {
     "type": "object",

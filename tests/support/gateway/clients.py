@@ -10,7 +10,7 @@ import httpx
 import openai
 
 from tests.support import sse
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway.process import GatewayProcess
 from tests.support.stack import PLAIN
 from tests.support.stand_ins.scripted_scheduler import Claimed, ScriptedScheduler
 

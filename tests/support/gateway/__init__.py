@@ -1,0 +1,1 @@
+"""A gateway under test: as a process over a real Redis, its clients, and its requests in this process."""
