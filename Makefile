@@ -123,7 +123,7 @@ simulation-mutants: install-dev ## plant bugs one after another, until a seed fi
 	$(PY) -m tests.simulation $(call option,seeds,$(SEEDS)) $(if $(ARGS),$(ARGS),--mutants)
 
 foreign-records: install-dev ## services among records that are mutated at random (SECONDS=60; ARGS="--seed 7")
-	$(PY) -m tests.support.foreign_records --seconds $(or $(SECONDS),60) $(ARGS)
+	$(PY) -m tests.integration.faults.foreign_records --seconds $(or $(SECONDS),60) $(ARGS)
 
 soak: install-dev ## half an hour of load with clients of all kinds: does anything grow? (ARGS="--minutes 1")
 	$(PY) -m tests.chaos.soak $(if $(ARGS),$(ARGS),--output bench/results/soak.json --plot docs/img/soak.png)

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from redis.exceptions import ResponseError
 
-from tests.support.broken_records import BORDERS, Borders
-from tests.support.foreign_records import BOUND, documented, grammars_of, run
+from tests.integration.faults.broken_records import BORDERS, Borders
+from tests.integration.faults.foreign_records import BOUND, documented, grammars_of, run
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.token_stack import PROMPT, TOKENS, TokenStack
 from tests.support.stand_ins.token_worker import answer

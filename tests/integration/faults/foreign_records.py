@@ -1,6 +1,6 @@
 """Records that no service wrote: real ones of a running stack, mutated. The seed decides all of them.
 
-`python -m tests.support.foreign_records --seconds 600 --seed 7` runs a stack among them for long.
+`python -m tests.integration.faults.foreign_records --seconds 600 --seed 7` runs a stack among them for long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import httpx
 import redis
 
 from shared.keys import ALL_MODELS
-from tests.support.broken_records import Borders
+from tests.integration.faults.broken_records import Borders
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.token_stack import PROMPT, TOKENS, TokenStack
 from tests.support.stand_ins.token_worker import answer
@@ -39,7 +39,7 @@ KEPT = "queue:kept"
 BOUND: dict[str, Any] = {"prompt": [5, 6, 97], "guided_choice": ["a" * 600, "b" * 600], "ignore_eos": False}
 """A request with a grammar that lies apart from it."""
 NOT_TEXT = [text for text in TEXTS if not text.strip().isdigit()]
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "redis.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "redis.md"
 PLACES = {"class": "normal", "shard": "shard-0", "role": "worker", "tenant": "default", "choice": "0", "prompt": "0"}
 
 
