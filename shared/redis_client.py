@@ -174,10 +174,10 @@ class Wire(asyncio.Protocol):
         self._error: Exception | None = None  # the end of the connection
         self._transport.set_protocol(self)
 
-    async def call(self, words: Sequence[Value], deadline_s: float | None) -> Any:
+    async def call(self, words: Sequence[Value], deadline_at: float | None) -> Any:
         """Send a command and return the answer, which may be an error. No other call may be waiting.
 
-        deadline_s: by the loop's clock; None means never. Raises DataError for words that Redis cannot take,
+        deadline_at: by the loop's clock; None means never. Raises DataError for words that Redis cannot take,
         TimeoutError at the deadline, and RedisConnectionError for a broken connection. After an error and after a
         cancellation the connection is of no use.
         """
@@ -189,7 +189,7 @@ class Wire(asyncio.Protocol):
             raise DataError(f"{words[0]!s}: {error}") from error
         loop = asyncio.get_running_loop()
         future = self._future = loop.create_future()
-        timer = None if deadline_s is None else loop.call_at(deadline_s, _fail, future, TimeoutError())
+        timer = None if deadline_at is None else loop.call_at(deadline_at, _fail, future, TimeoutError())
         try:
             self._transport.write(command)
             return await future
@@ -248,10 +248,10 @@ class Line:
         if self._is_busy:
             raise RuntimeError(f"{words[0]!s}: a line takes one call at a time; use one line for each task")
         self._is_busy = True
-        deadline_s = None if self._timeout_s is None else asyncio.get_running_loop().time() + self._timeout_s
+        deadline_at = None if self._timeout_s is None else asyncio.get_running_loop().time() + self._timeout_s
         try:
-            wire = self._wire or await self._connect(deadline_s)
-            answer = await wire.call(words, deadline_s)
+            wire = self._wire or await self._connect(deadline_at)
+            answer = await wire.call(words, deadline_at)
         except BaseException as error:  # an answer may still come, and would be taken for that to the next call
             missing = "connection for" if self._wire is None else "answer to"
             await self._disconnect()
@@ -265,8 +265,8 @@ class Line:
         callback = self._client.response_callbacks.get(str(words[0]))
         return answer if callback is None else callback(answer)
 
-    async def _connect(self, deadline_s: float | None) -> Wire:
-        async with asyncio.timeout_at(deadline_s):
+    async def _connect(self, deadline_at: float | None) -> Wire:
+        async with asyncio.timeout_at(deadline_at):
             if self._connection is None:
                 pool = self._client.connection_pool
                 self._connection = await pool.get_connection()  # type: ignore[no-untyped-call]  # redis-py has no type

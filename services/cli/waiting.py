@@ -15,7 +15,7 @@ class Waiting:
         """say: takes each line."""
         self._say = say
         self._clock = clock
-        self._start_s = self._said_at = clock()
+        self._started_at = self._said_at = clock()
         self._state = ""
 
     def look(self, state: str) -> None:
@@ -25,7 +25,7 @@ class Waiting:
             self._state = state
             self._say(state)
         elif now - self._said_at >= LINE_S:
-            self._say(f"{state}, after {now - self._start_s:.0f} s")
+            self._say(f"{state}, after {now - self._started_at:.0f} s")
         else:
             return
         self._said_at = now

@@ -424,7 +424,7 @@ class Places:
 class Refusal(NamedTuple):
     """What is kept of a refusal. The error itself would keep its traceback, and so the request."""
 
-    until_s: float  # of time.monotonic()
+    ends_at: float  # of time.monotonic()
     prompt_tokens: int
     message: str
     code: str | None
@@ -448,19 +448,19 @@ class Refusals:
         if refusal.retry_after_s is None or not (answer[0] in (b"full", b"tenant", b"late") or is_of_requests):
             return
         while self._last_refusals and (
-            next(iter(self._last_refusals.values())).until_s <= now or len(self._last_refusals) >= MOST_AGAIN
+            next(iter(self._last_refusals.values())).ends_at <= now or len(self._last_refusals) >= MOST_AGAIN
         ):
             del self._last_refusals[next(iter(self._last_refusals))]
-        until = now + min(AGAIN_S, refusal.retry_after_s)
+        ends_at = now + min(AGAIN_S, refusal.retry_after_s)
         self._last_refusals.pop((tenant, spec.priority), None)
         self._last_refusals[tenant, spec.priority] = Refusal(
-            until, spec.prompt_tokens, refusal.message, refusal.code, refusal.retry_after_s
+            ends_at, spec.prompt_tokens, refusal.message, refusal.code, refusal.retry_after_s
         )
 
     def find_repeat(self, arrival: Arrival, now: float) -> ApiError | None:
         """Return the refusal of a request that seems no smaller than one that was refused just now; else None."""
         last = self._last_refusals.get((arrival.tenant, arrival.priority))
-        if last is None or now >= last.until_s or arrival.is_echo:
+        if last is None or now >= last.ends_at or arrival.is_echo:
             return None
         if arrival.size_bytes < BODY_BYTES_PER_TOKEN * last.prompt_tokens:
             return None
@@ -635,7 +635,7 @@ class Admission:
         forecast = None if arrival.is_echo or arrival.may_exist else self._forecast(arrival.priority)
         try:
             if forecast is not None:
-                refuse_limits(forecast, arrival, now - arrival.start_s)
+                refuse_limits(forecast, arrival, now - arrival.arrived_at)
             with self._places.claim(arrival.content, now) as has_place:
                 arrival = replace(arrival, has_place=has_place)
                 ARRIVAL.set(arrival)
@@ -650,28 +650,28 @@ class Admission:
         self,
         spec: GenerationSpec,
         caller: Caller,
-        start_s: float,
+        arrived_at: float,
         last_event: str = "",
         refusal: ApiError | None = None,
         hold: Hold | None = None,
     ) -> Generation:
         """Admit and enqueue a request; continue one that an Idempotency-Key names and that was enqueued before.
 
-        start_s: time.monotonic() at its arrival. last_event: the last event of it that the client has read. refusal:
+        arrived_at: time.monotonic() at its arrival. last_event: the last event of it that the client has read. refusal:
         why a new request is refused; one that was enqueued goes on. hold: as `resume`. Raise ApiError; the Generation
         must be closed.
         """
         spec.priority = caller.priority(spec.priority)
         if last_event and spec.survives_client:  # the client has a part: a new beginning would repeat it
-            return await self.resume(spec.id, caller.tenant, start_s, last_event, same_as=spec)
+            return await self.resume(spec.id, caller.tenant, arrived_at, last_event, same_as=spec)
         with self._places.claim(spec.content, time.monotonic()) as has_place:
-            return await self._begin(spec, caller, start_s, refusal, hold, has_place)
+            return await self._begin(spec, caller, arrived_at, refusal, hold, has_place)
 
     async def _begin(
         self,
         spec: GenerationSpec,
         caller: Caller,
-        start_s: float,
+        arrived_at: float,
         refusal: ApiError | None,
         hold: Hold | None,
         has_place: bool,
@@ -684,21 +684,21 @@ class Admission:
         try:
             if refusal is not None:
                 raise refusal
-            self.admit(spec, forecast, time.monotonic() - start_s)
+            self.admit(spec, forecast, time.monotonic() - arrived_at)
             self._refuse_crowd(spec, caller, has_place)
         except ApiError as error:
             if not (spec.survives_client and await self._dispatcher.record(spec.id)):
                 raise self._place_refusal(error, spec.content, spec, has_place) from None
-            return await self.resume(spec.id, tenant, start_s, same_as=spec, hold=hold)  # it is no new work
+            return await self.resume(spec.id, tenant, arrived_at, same_as=spec, hold=hold)  # it is no new work
         stream = self._open_stream(spec, "" if spec.background else tenant)
-        generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, start_s)
-        generation.span = self._tracing.begin(spec, start_s) if self._tracing is not None else None
+        generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, arrived_at)
+        generation.span = self._tracing.begin(spec, arrived_at) if self._tracing is not None else None
         snapshot = self._cluster.snapshot
         redis_bytes = snapshot.memory_most if snapshot else 0
         bounds = Bounds.of(self._settings, spec, caller, forecast, redis_bytes, has_place)
         delivery = spec.to_delivery(self._model.text.tail)
         try:
-            answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds, start_s)
+            answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds, arrived_at)
             if refusal := bounds.refusal(answer, self._wait_s):
                 self._refusals.note(spec, tenant, answer, refusal, time.monotonic())
                 raise self._place_refusal(refusal, spec.content, spec, has_place)
@@ -710,21 +710,21 @@ class Admission:
             raise
         if answer[0] == b"duplicate" and spec.survives_client:
             self._dispatcher.close(stream)
-            return await self.resume(spec.id, tenant, start_s, same_as=spec, hold=hold)
+            return await self.resume(spec.id, tenant, arrived_at, same_as=spec, hold=hold)
         if has_place:
             self._places.spend(spec.content)
         self._metrics.prompt_tokens.inc(spec.prompt_tokens)
         self._recent.add(spec, time.monotonic())
         self._places.count_admitted(spec.priority, self._wait_s(spec.prompt_tokens), time.monotonic())
         if spec.deadline_ms and not spec.survives_client:  # else the record has the end
-            generation.end_at(start_s + spec.deadline_ms / 1000 + DEADLINE_GRACE_S)
+            generation.end_at(arrived_at + spec.deadline_ms / 1000 + DEADLINE_GRACE_S)
         return generation
 
     async def begin_background(
-        self, spec: GenerationSpec, caller: Caller, start_s: float, refusal: ApiError | None = None
+        self, spec: GenerationSpec, caller: Caller, arrived_at: float, refusal: ApiError | None = None
     ) -> None:
         """Begin a request that runs without a client; spec.background is set. refusal: as `begin`. Raise ApiError."""
-        self._background.keep(await self.begin(spec, caller, start_s, refusal=refusal))
+        self._background.keep(await self.begin(spec, caller, arrived_at, refusal=refusal))
 
     async def adopt(self, request_id: str, gateway: str) -> None:
         """Adopt a background request, if `gateway` was the last to read it. Raise ApiError."""
@@ -738,7 +738,7 @@ class Admission:
         self,
         request_id: str,
         tenant: str,
-        start_s: float,
+        arrived_at: float,
         last_event: str = "",
         same_as: GenerationSpec | None = None,
         left_by: str = "",
@@ -782,7 +782,9 @@ class Admission:
             hold(self._dispatcher.decode(request_id, record, partial(answer_bytes, spec)))
         stream = self._open_stream(spec, "" if left_by else tenant)
         on_leave = partial(self._background.readerless.add, request_id) if spec.background and not left_by else None
-        generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, start_s, position, on_leave)
+        generation = Generation(
+            spec, self._model, stream, self._dispatcher, self._metrics, arrived_at, position, on_leave
+        )
         if left_by and request_id in self._dispatcher.streams:
             raise taken_over()  # a client here has it, or is about to
         self._refuse_while_draining()  # here: from now on `drain` knows the stream

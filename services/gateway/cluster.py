@@ -240,7 +240,7 @@ class Cluster:
         heard = True  # so that the first failure is logged
         served_at = time.monotonic()
         while True:
-            start_s = time.monotonic()
+            started_at = time.monotonic()
             try:
                 self.snapshot = await self.look()
                 self.limits = self.snapshot.limits(self._fallback)
@@ -257,13 +257,13 @@ class Cluster:
                 self._progress.look(None, self.unfinished_count, time.monotonic())
             self.has_looked.set()
             if not heard or not self.reason_unserved():
-                served_at = start_s  # a leader takes over behind an outage of Redis, too
+                served_at = started_at  # a leader takes over behind an outage of Redis, too
             if heard:
-                is_settled = served_at == start_s or start_s - served_at > UNSERVED_S
+                is_settled = served_at == started_at or started_at - served_at > UNSERVED_S
                 pause = EVERY_S if is_settled else UNSERVED_EVERY_S
             else:  # Jitter: behind a restart of Redis not every gateway comes back in the same moment.
                 pause = EVERY_S * random.uniform(0.5, 1.0)  # noqa: S311
-            await asyncio.sleep(max(0.05, pause - (time.monotonic() - start_s)))
+            await asyncio.sleep(max(0.05, pause - (time.monotonic() - started_at)))
 
     async def close(self) -> None:
         """Delete the heartbeat, for which a silent Redis has a second, and close the connection."""

@@ -49,7 +49,7 @@ class Gateway:
         self.background, self.admission = self.first_model.background, self.first_model.admission
         self.batches = BatchDriver(settings, self.keyring, self.metrics, self.cancel_for)
         self.siblings: Siblings | None = None  # the other processes behind the same ports
-        self.started_s = int(time.time())
+        self.started_at = int(time.time())
         self._watchers: list[asyncio.Task[None]] = []
         self.metrics.active.set_function(lambda: self._active)
         self.metrics.watch(self.cluster, self.models.reason_not_ready)

@@ -27,14 +27,14 @@ class Observation:
 class _Track:
     """A part that may have work, and when its work last moved, or it last had none."""
 
-    since_s: float
+    since: float
     works: bool = False
     mark: tuple[float, ...] = ()
 
     def look(self, works: bool, has_moved: bool, now: float) -> None:
         self.works = works
         if has_moved or not works:
-            self.since_s = now
+            self.since = now
 
 
 class Progress:
@@ -75,9 +75,9 @@ class Progress:
 
     def find_stall(self, now: float) -> tuple[float, str]:
         """Return for how many seconds work was there and did not move, and where; (0, '') when all is well."""
-        stalls = [(now - track.since_s, f"shard {shard}") for shard, track in self._shards.items() if track.works]
+        stalls = [(now - track.since, f"shard {shard}") for shard, track in self._shards.items() if track.works]
         if self._requests.works:
-            stalls.append((now - self._requests.since_s, "the queue"))
+            stalls.append((now - self._requests.since, "the queue"))
         return max(stalls, default=(0.0, ""))
 
     def _beats_moved(self, steps: Mapping[str, str]) -> bool:

@@ -350,7 +350,7 @@ class Arrival:
     priority: str
     content: int  # 0 before the body is read
     size_bytes: int
-    start_s: float  # time.monotonic()
+    arrived_at: float  # time.monotonic()
     ttft_slo_ms: int = 0  # 0 means none, here and below
     deadline_ms: int = 0
     min_tokens: int = 0
@@ -360,7 +360,7 @@ class Arrival:
     has_place: bool = False  # it was refused and told to come now
 
     @classmethod
-    def of(cls, body: dict[str, Any], raw: bytes, owner: Owner, start_s: float, may_exist: bool = False) -> Arrival:
+    def of(cls, body: dict[str, Any], raw: bytes, owner: Owner, arrived_at: float, may_exist: bool = False) -> Arrival:
         """Raise ApiError(403) for a class above the key's limit. raw: the bytes of the body."""
 
         def number(name: str) -> int:
@@ -374,7 +374,7 @@ class Arrival:
             owner.priority(class_name if isinstance(class_name, str) and class_name in CLASS_SHARES else ""),
             content_of(owner.tenant, raw) if raw else 0,
             len(raw),
-            start_s,
+            arrived_at,
             number("ttft_slo_ms"),
             number("deadline_ms"),
             number("min_tokens"),
@@ -571,7 +571,7 @@ class Line(Backlog[W]):
         if longest_s and not (arrival.has_place or arrival.may_exist or arrival.sets_its_wait):
             limit_at = time.monotonic() + longest_s
         if arrival.deadline_ms and not arrival.may_exist:
-            deadline_at = arrival.start_s + arrival.deadline_ms / 1000
+            deadline_at = arrival.arrived_at + arrival.deadline_ms / 1000
         entry = self._kind(
             tenant=arrival.tenant,
             priority=CLASSES.index(arrival.priority),
@@ -620,7 +620,7 @@ async def until_deadline() -> AsyncIterator[None]:
     """
     arrival = ARRIVAL.get()
     has_deadline = arrival.deadline_ms and not arrival.may_exist
-    left_s = arrival.start_s + arrival.deadline_ms / 1000 - time.monotonic() if has_deadline else None
+    left_s = arrival.arrived_at + arrival.deadline_ms / 1000 - time.monotonic() if has_deadline else None
     try:
         async with asyncio.timeout(left_s) as limit:
             yield

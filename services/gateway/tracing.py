@@ -26,8 +26,8 @@ class Tracing:
         """Raise ConfigurationError when the SDK is missing."""
         self._tracer = Tracer(endpoint, "gateway", gateway_id)
 
-    def begin(self, spec: GenerationSpec, start_s: float) -> RequestSpan:
-        """Begin a span at `start_s` (time.monotonic()); the request carries it to the scheduler."""
+    def begin(self, spec: GenerationSpec, arrived_at: float) -> RequestSpan:
+        """Begin a span at `arrived_at` (time.monotonic()); the request carries it to the scheduler."""
         from opentelemetry.trace import SpanKind
 
         operation = OPERATIONS.get(spec.endpoint, spec.endpoint)
@@ -42,7 +42,7 @@ class Tracing:
             "orcinus.class": spec.priority,
             "orcinus.stream": spec.stream,
         }
-        wall_ns = time.time_ns() - int((time.monotonic() - start_s) * 1e9)
+        wall_ns = time.time_ns() - int((time.monotonic() - arrived_at) * 1e9)
         span = self._tracer.begin(f"{operation} {spec.model}", spec.traceparent, wall_ns, attributes, SpanKind.SERVER)
         spec.traceparent = traceparent(span)
         return RequestSpan(span, spec)

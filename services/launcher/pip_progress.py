@@ -41,7 +41,7 @@ class Progress:
     def __init__(self, packages: Path) -> None:
         """packages: the site-packages folder into which pip installs."""
         self._packages = packages
-        self._start_s = time.monotonic()
+        self._started_at = time.monotonic()
         self._names: set[str] = set()
         self._doing = "starting"
         self._to_install: list[str] = []  # in the order in which pip writes them
@@ -65,7 +65,7 @@ class Progress:
 
     def text(self) -> str:
         """Return the state in one line."""
-        seconds = time.monotonic() - self._start_s
+        seconds = time.monotonic() - self._started_at
         if self._to_install:
             count = len(self._to_install)
             done = min(max(self._count_installed() - self._before, 0), count)

@@ -48,7 +48,7 @@ class Screen:
         self._states: dict[str, str] = {}
         self._said_s: dict[str, float] = {}
         self._changed_s: dict[str, float] = {}
-        self._start_s = time.monotonic()
+        self._started_at = time.monotonic()
         self._spinner = Spinner("dots")
 
     def event(self, text: str, kind: str = "info") -> None:
@@ -84,7 +84,7 @@ class Screen:
             print("\n".join(lines), flush=True)
 
     def elapsed_s(self) -> float:
-        return time.monotonic() - self._start_s
+        return time.monotonic() - self._started_at
 
     def _lines(self, services: list[Service]) -> None:
         for service in services:

@@ -270,7 +270,7 @@ class _Watch:
         self._is_begun = False  # no worker has served since, such as one of the time before that had not ended yet
         self._has_resumed = False
         self._now = time.monotonic()
-        self._since_s = {"decided": self._now - decided_ms / 1000}  # fact -> monotonic s
+        self._since = {"decided": self._now - decided_ms / 1000}  # fact -> monotonic s
         self.has_loaded = False
         """Whether the last look was the first at which it served."""
         self.resuming_ms = 0
@@ -281,7 +281,7 @@ class _Watch:
         is_ready &= is_awake  # a worker that is about to go does not count
         is_loading = is_awake and not is_ready
         facts = {"decided": True, "ready": is_ready, "loading": is_loading, "idle": not has_work, "busy": has_work}
-        self._since_s = {fact: self._since_s.get(fact, now) for fact, is_true in facts.items() if is_true}
+        self._since = {fact: self._since.get(fact, now) for fact, is_true in facts.items() if is_true}
         self._is_begun |= not is_ready
         if not is_ready:
             self.resuming_ms, self._has_resumed = 0, False
@@ -294,7 +294,7 @@ class _Watch:
 
     def ms(self, fact: Literal["decided", "ready", "loading", "idle", "busy"]) -> int:
         """Return for how long it was true at the last look, at least 1; 0 if it was not."""
-        since = self._since_s.get(fact)
+        since = self._since.get(fact)
         return 0 if since is None else max(1, int(1000 * (self._now - since)))
 
 

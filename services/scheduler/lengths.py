@@ -47,7 +47,7 @@ class LengthRecord:
         self._key = key
         self._letters = letters
         self._written_counts: Mapping[int, list[int]] = {}
-        self._due_s = 0.0
+        self._due_at = 0.0
 
     async def restore(self) -> None:
         """Let the core forecast from what the last scheduler of the shard had learned."""
@@ -75,15 +75,15 @@ class LengthRecord:
 
         The hash is replaced as a whole, so a field that could not be read goes too.
         """
-        if now_s < self._due_s or (groups := self._core.lengths()) == self._written_counts:
+        if now_s < self._due_at or (groups := self._core.lengths()) == self._written_counts:
             return
         row: list[Value] = [word for group, lengths in groups.items() for word in (group, pack(lengths))]
         await self._lease.write(["DEL", self._key], ["HSET", self._key, *row], ["PEXPIRE", self._key, LIVE_TTL_MS])
-        self._written_counts, self._due_s = groups, now_s + WRITE_S
+        self._written_counts, self._due_at = groups, now_s + WRITE_S
 
     async def close(self) -> None:
         """Write what has changed since the last write, before a clean stop."""
-        self._due_s = 0.0
+        self._due_at = 0.0
         try:
             await self.write(0.0)
         except (*Unavailable, LeaseLostError) as error:

@@ -185,17 +185,17 @@ class Progress:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._start_s = self._next = 0.0
+        self._started_at = self._next = 0.0
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if not self._start_s:
-            self._start_s, self._next = now, now + PROGRESS_S
+        if not self._started_at:
+            self._started_at, self._next = now, now + PROGRESS_S
             log.info("loading %s: %.0f MiB of weights", self._name, total / 2**20)
         if now < self._next:
             return
         self._next = now + PROGRESS_S
-        left_s = (now - self._start_s) * max(0, total - done) / max(done, 1)
+        left_s = (now - self._started_at) * max(0, total - done) / max(done, 1)
         percent = 100 * done // max(total, 1)
         log.info(
             "loading %s: %.0f of %.0f MiB, %d %%, %.0f s left", self._name, done / 2**20, total / 2**20, percent, left_s

@@ -331,9 +331,9 @@ class Wire:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
 
-    async def call(self, words: Any, deadline_s: float | None) -> Any:
+    async def call(self, words: Any, deadline_at: float | None) -> Any:
         """Send a command and return the answer, which may be an error."""
-        async with asyncio.timeout_at(deadline_s):
+        async with asyncio.timeout_at(deadline_at):
             await self._connection.send_packed_command(self._connection.pack_command(*words), check_health=False)
             try:
                 return await self._connection.read_response()

@@ -55,14 +55,14 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def messages(request: Request) -> Response:
         """Answer a conversation, as Anthropic's API does."""
-        start_s = time.monotonic()
-        body = await read_in_turn(gateway, request, MessagesBody, start_s)
+        arrived_at = time.monotonic()
+        body = await read_in_turn(gateway, request, MessagesBody, arrived_at)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await _spec(model, body, request.state.tenant)
         del body  # the request may wait for long, with the spec alone
         take_headers(model, request, spec)
         last_event = request.headers.get("last-event-id", "") if spec.stream else ""
-        generation, headers = await begin(model, request, spec, start_s, last_event)
+        generation, headers = await begin(model, request, spec, arrived_at, last_event)
         if spec.stream:
             return EventStream(generation, MessageEvents(generation), gateway.settings.keepalive_s, headers)
         return await whole_response(collect(generation, request, whole_message(generation)), headers)

@@ -104,13 +104,13 @@ class Feed:
         self._past = {}
         try:
             while True:
-                start_s = time.monotonic()
+                started_at = time.monotonic()
                 frame = _event("now", await self._look(reader))
                 is_past_due = bool(self._past) and any(viewer.needs_past for viewer in self._viewers)
                 past = _event("past", self._past) if is_past_due else None
                 for viewer in self._viewers:
                     viewer.put(frame, past if viewer.needs_past else None)
-                await asyncio.sleep(max(0.1, EVERY_S - (time.monotonic() - start_s)))
+                await asyncio.sleep(max(0.1, EVERY_S - (time.monotonic() - started_at)))
         finally:
             await _close(redis)
 

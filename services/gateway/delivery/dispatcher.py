@@ -217,9 +217,9 @@ def entry_of(
     caller: Caller,
     delivery: bytes,
     bounds: QueueBounds,
-    start_s: float,
+    arrived_at: float,
 ) -> Entry:
-    """Return what the backlog keeps of a request. start_s: time.monotonic() at its arrival."""
+    """Return what the backlog keeps of a request. arrived_at: time.monotonic() at its arrival."""
     request, prompts, grammar = spec.to_request(gateway_id, caller.tenant, caller.salt)
 
     def arguments(left_ms: int) -> list[Value]:
@@ -236,7 +236,7 @@ def entry_of(
         priority=CLASSES.index(spec.priority),
         size_bytes=request.ByteSize() + len(prompts) + len(grammar) + len(delivery) + spec.conversation_bytes,
         survives=spec.survives_client,
-        expires_at=start_s + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,
+        expires_at=arrived_at + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,
         answer=asyncio.get_running_loop().create_future(),
         request_id=spec.id,
         is_named=spec.is_named,
@@ -355,22 +355,22 @@ class Dispatcher:
         caller: Caller,
         delivery: bytes,
         bounds: QueueBounds,
-        start_s: float | None = None,
+        arrived_at: float | None = None,
     ) -> list[Any]:
         """Put the request into its class's stream, unless its id is there. Return the answer of enqueue.lua: `ok`,
         `duplicate` or a refusal, after which the stream gets nothing. Refusals of the backlog have the same form:
         {backlog, *FullBacklog} and {expired}, for a deadline that passed.
 
-        start_s: time.monotonic() at its arrival, from which its deadline counts; None means now. Raise ApiError(503).
-        `close` has to follow, except after a refusal. A connection that reads the request already keeps it: only
-        `adopt` takes it over.
+        arrived_at: time.monotonic() at its arrival, from which its deadline counts; None means now. Raise
+        ApiError(503). `close` has to follow, except after a refusal. A connection that reads the request already keeps
+        it: only `adopt` takes it over.
         """
         self._refuse_new()
         stream.is_enqueued = False
         if spec.id not in self._streams:
             self._register(stream)
-        begin = time.monotonic() if start_s is None else start_s
-        entry = entry_of(self._keys, self.gateway_id, spec, caller, delivery, bounds, begin)
+        arrived_at = time.monotonic() if arrived_at is None else arrived_at
+        entry = entry_of(self._keys, self.gateway_id, spec, caller, delivery, bounds, arrived_at)
         full = self._backlog.full(entry.tenant, bounds.share, bounds.tenant_share, entry.size_bytes)
         if full is None:
             self._backlog.put(entry)

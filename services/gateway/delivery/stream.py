@@ -648,14 +648,14 @@ class Generation:
         stream: RequestStream,
         commands: Commands,
         metrics: Metrics,
-        start_s: float,
+        arrived_at: float,
         position: Position | None = None,
         on_leave: Callable[[], None] | None = None,
     ) -> None:
         """Begin the delivery.
 
-        start_s: time.monotonic() at the request's arrival. position: how far the client has read. on_leave: called when
-        the client has left and the request continues without it.
+        arrived_at: time.monotonic() at the request's arrival. position: how far the client has read. on_leave: called
+        when the client has left and the request continues without it.
         """
         self.spec = spec
         self.stream = stream
@@ -663,8 +663,8 @@ class Generation:
         stream.logprob_count = 0 if spec.pooling else spec.sampling.logprobs
         self._commands = commands
         self._metrics = metrics
-        self._start_s = start_s
-        self._last_delta_s: float | None = None
+        self._arrived_at = arrived_at
+        self._last_delta_at: float | None = None
         self._is_closed = False
         self.span: RequestSpan | None = None  # set where traces are sent
         self._on_leave = on_leave
@@ -720,11 +720,11 @@ class Generation:
                 raise broken_record()
         return prompt_logprobs
 
-    def end_at(self, end_s: float) -> None:
-        """End the request as past its deadline at time.monotonic() `end_s`, unless it has ended: a client that set one
-        waits no longer, whatever its tokens wait for.
+    def end_at(self, deadline_at: float) -> None:
+        """End the request as past its deadline at time.monotonic() `deadline_at`, unless it has ended: a client that
+        set one waits no longer, whatever its tokens wait for.
         """
-        delay_s = max(0.0, end_s - time.monotonic())
+        delay_s = max(0.0, deadline_at - time.monotonic())
         self._deadline = asyncio.get_running_loop().call_later(delay_s, self.stream.expire)
 
     async def next(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Delta]:
@@ -840,7 +840,7 @@ class Generation:
             self.span.end(self.usage.completion_tokens, ends, self.is_done, self.failure)
         if self.is_done:
             reasons = [choice.finish_reason for choice in self.choices]
-            took_s = time.monotonic() - self._start_s
+            took_s = time.monotonic() - self._arrived_at
             self._metrics.count_finished(self.spec, reasons, self.usage.completion_tokens, took_s)
             self._commands.close(self.stream)
         elif self._is_wanted:
@@ -876,12 +876,12 @@ class Generation:
         if not tokens:
             return
         now = time.monotonic()
-        self._metrics.on_delivery(tokens, None if self._last_delta_s is None else now - self._last_delta_s)
-        if self._last_delta_s is None:
+        self._metrics.on_delivery(tokens, None if self._last_delta_at is None else now - self._last_delta_at)
+        if self._last_delta_at is None:
             if self.span is not None:
                 self.span.first_token()
-            self._metrics.ttft.labels(self.spec.endpoint).observe(now - self._start_s)
-        self._last_delta_s = now
+            self._metrics.ttft.labels(self.spec.endpoint).observe(now - self._arrived_at)
+        self._last_delta_at = now
 
 
 def _unread(_delta: Delta) -> None:

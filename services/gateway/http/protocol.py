@@ -338,7 +338,7 @@ class RequestContext:
         at_end: list[Callable[[], None]] = []  # called when the answer is sent, or will not be
         scope.setdefault("state", {}).update(request_id=request_id, at_end=at_end)
         status = 0
-        start_s = time.monotonic()
+        started_at = time.monotonic()
 
         async def send_stamped(message: Message) -> None:
             nonlocal status
@@ -366,7 +366,7 @@ class RequestContext:
             endpoint = self._endpoint(scope)
             self._metrics.answers.labels(endpoint, str(status or 499)).inc()
             if self._log and scope["path"].startswith("/v1/"):
-                self._write_line(scope, endpoint, status or 499, time.monotonic() - start_s)
+                self._write_line(scope, endpoint, status or 499, time.monotonic() - started_at)
             # Else request and connection live, in a reference cycle, until a full collection.
             scope["state"].clear()
             scope.pop("extensions", None)

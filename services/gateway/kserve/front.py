@@ -315,7 +315,7 @@ class GrpcFront:
 
     async def begin(self, request: Inference, call: Call, streams: bool) -> Generation:
         """Return the request, checked and enqueued. Raise ApiError; the Generation must be closed."""
-        start_s = time.monotonic()
+        arrived_at = time.monotonic()
         gateway = self._gateway
         fields = {"stream": streams, **request.take(gateway.settings.max_body_bytes)}
         if fields["stream"] and not streams:
@@ -323,7 +323,7 @@ class GrpcFront:
         raw = body_of(fields)
         del fields
         value = parse_object(raw)
-        arrival = Arrival.of(value, raw, call.caller, start_s)
+        arrival = Arrival.of(value, raw, call.caller, arrived_at)
         await wait_for_turn(gateway, value.get("model"), call.caller, arrival)
         body = check_body(value, CompletionBody)
         model = await served_model(gateway, body.model, call.caller, lately=True)
@@ -333,7 +333,7 @@ class GrpcFront:
         spec.traceparent, spec.content = call.traceparent, arrival.content
         refusal = choose_adapter(model, spec)
         del raw, value, body  # the request may wait for long, with the spec alone
-        return await model.admission.begin(spec, call.caller, start_s, refusal=refusal)
+        return await model.admission.begin(spec, call.caller, arrived_at, refusal=refusal)
 
     def _call(self, context: Context) -> Call:
         """Raise ApiError(401)."""

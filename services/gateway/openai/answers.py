@@ -71,7 +71,7 @@ def list_page(items: list[dict[str, Any]], limit: int, after: str, newest_first:
     }
 
 
-async def serve(model: ServedModel, request: Request, spec: GenerationSpec, start_s: float) -> Response:
+async def serve(model: ServedModel, request: Request, spec: GenerationSpec, arrived_at: float) -> Response:
     fingerprint = model.text.fingerprint
     if spec.max_tokens == 0:  # echo only: nothing is generated
         if refusal := choose_adapter(model, spec):
@@ -80,10 +80,10 @@ async def serve(model: ServedModel, request: Request, spec: GenerationSpec, star
     take_headers(model, request, spec)
     if spec.background:
         refusal = choose_adapter(model, spec)
-        await model.admission.begin_background(spec, request.state.caller, start_s, refusal)
+        await model.admission.begin_background(spec, request.state.caller, arrived_at, refusal)
         return _accept(spec)
     last_event = request.headers.get("last-event-id", "") if spec.stream else ""
-    generation, headers = await begin(model, request, spec, start_s, last_event)
+    generation, headers = await begin(model, request, spec, arrived_at, last_event)
     if spec.stream:
         return EventStream(generation, EventWriter(generation, fingerprint), model.settings.keepalive_s, headers)
     return await whole_response(collect(generation, request, answer_body(generation, fingerprint)), headers)
@@ -107,7 +107,7 @@ def take_headers(model: ServedModel, request: Request, spec: GenerationSpec) -> 
 
 
 async def begin(
-    model: ServedModel, request: Request, spec: GenerationSpec, start_s: float, last_event: str = ""
+    model: ServedModel, request: Request, spec: GenerationSpec, arrived_at: float, last_event: str = ""
 ) -> tuple[Generation, dict[str, str]]:
     """Begin a request with a waiting client; return it and the headers of its answer. Raise ApiError; it must be
     closed.
@@ -115,7 +115,7 @@ async def begin(
     caller: Caller = request.state.caller
     refusal = choose_adapter(model, spec)
     hold = holding_bytes(model, request)
-    generation = await model.admission.begin(spec, caller, start_s, last_event, refusal, hold)
+    generation = await model.admission.begin(spec, caller, arrived_at, last_event, refusal, hold)
     request.state.generation = generation
     return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.allowance)}
 

@@ -572,11 +572,11 @@ async def read_body(request: Request, kind: type[T]) -> T:
     return parse_body(raw, kind)
 
 
-async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], start_s: float) -> T:
+async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], arrived_at: float) -> T:
     """Return the checked body of a request that a model is to answer, in its turn. Raise as `read_body`, and
     ApiError(403, 429).
 
-    start_s: time.monotonic() at its arrival.
+    arrived_at: time.monotonic() at its arrival.
     """
     raw = await _json_bytes(request)
     value, headers = parse_object(raw), request.headers
@@ -584,7 +584,7 @@ async def read_in_turn(gateway: Gateway, request: Request, kind: type[T], start_
         request.state.body_sha256 = hashlib.sha256(raw).digest()
     returns = "last-event-id" in headers and value.get("background") is True
     may_exist = "idempotency-key" in headers or returns
-    arrival = Arrival.of(value, raw, request.state.caller, start_s, may_exist)
+    arrival = Arrival.of(value, raw, request.state.caller, arrived_at, may_exist)
     request.state.arrival = arrival
     has_waited = await wait_for_turn(gateway, value.get("model"), request.state.caller, arrival)
     if has_waited and not (may_exist or arrival.background) and await request.is_disconnected():

@@ -49,12 +49,12 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        start_s = time.monotonic()
-        body = await read_in_turn(gateway, request, ChatBody, start_s)
+        arrived_at = time.monotonic()
+        body = await read_in_turn(gateway, request, ChatBody, arrived_at)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await chat_spec(body, model.text, model.cluster.limits, tenant=request.state.tenant)
         del body  # the request may wait for long, with the spec alone
-        return await serve(model, request, spec, start_s)
+        return await serve(model, request, spec, arrived_at)
 
     return routes
 

@@ -33,7 +33,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     def model_card(name: str) -> dict[str, Any]:
         card: dict[str, Any] = {
-            **_card(name, gateway.started_s),
+            **_card(name, gateway.started_at),
             "owned_by": "orcinus",
             "state": gateway.models.state(name),
             "aliases": list(gateway.models.aliases(name)),

@@ -59,10 +59,10 @@ def router(gateway: Gateway, forms: Mapping[str, Form] = MappingProxyType({})) -
 
         `Last-Event-ID` is the id of the last event that was read; without it the stream comes from its beginning.
         """
-        start_s = time.monotonic()
+        arrived_at = time.monotonic()
         last_event = request.headers.get("last-event-id", "")
         model = await gateway.models.find_holder(request_id, request.state.caller)
-        generation = await model.admission.resume(request_id, request.state.tenant, start_s, last_event)
+        generation = await model.admission.resume(request_id, request.state.tenant, arrived_at, last_event)
         form = _form_of(request_id, forms)
         writer = EventWriter(generation, model.text.fingerprint) if form is None else form.writer(generation)
         return EventStream(generation, writer, gateway.settings.keepalive_s, {"x-orcinus-request": request_id})

@@ -696,8 +696,8 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def responses(request: Request) -> Response:
         """Answer a conversation."""
-        start_s = time.monotonic()
-        body = await read_in_turn(gateway, request, ResponsesBody, start_s)
+        arrived_at = time.monotonic()
+        body = await read_in_turn(gateway, request, ResponsesBody, arrived_at)
         model = await served_model(gateway, body.model, request.state.caller, lately=True)
         before = await conversation_before(body.previous_response_id, model, request)
         spec = await _spec(model, body, before, request.state.tenant)
@@ -723,13 +723,13 @@ def router(gateway: Gateway) -> APIRouter:
             release_bytes(request)
             try:
                 refusal = choose_adapter(model, spec)
-                await model.admission.begin_background(spec, request.state.caller, start_s, refusal)
+                await model.admission.begin_background(spec, request.state.caller, arrived_at, refusal)
             except ApiError:
                 if outcome is StoreOutcome.NEW:
                     await model.responses.forget(spec.id, request.state.tenant, hidden_ms=1)
                 raise
             return json_response(response)
-        generation, headers = await begin(model, request, spec, start_s)
+        generation, headers = await begin(model, request, spec, arrived_at)
         if spec.stream:
             events = ResponseEvents(generation, response)
             return EventStream(

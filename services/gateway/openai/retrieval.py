@@ -64,12 +64,12 @@ def router(gateway: Gateway) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
 
     async def answer(request: Request, kind: type[BodyT], spec_of: SpecOf[BodyT]) -> Response:
-        start_s = time.monotonic()
-        body = await read_in_turn(gateway, request, kind, start_s)
+        arrived_at = time.monotonic()
+        body = await read_in_turn(gateway, request, kind, arrived_at)
         model = await served_model(gateway, body.model, request.state.caller)
         spec = await spec_of(body, model.text, model.cluster.limits)
         del body  # the request may wait for long, with the spec alone
-        return await serve(model, request, spec, start_s)
+        return await serve(model, request, spec, arrived_at)
 
     @routes.post("/v1/embeddings", responses=_RESPONSES, openapi_extra=body_of(EmbeddingsBody))
     async def embeddings(request: Request) -> Response:

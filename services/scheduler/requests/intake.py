@@ -216,7 +216,7 @@ class Intake:
         self._clock = clock
         self._streams = keys.request_streams()
         self._grammars: OrderedDict[str, str] = OrderedDict()  # texts by name, the one used last at the end
-        self._recount_s = 0.0  # when the queue is counted anew
+        self._recount_at = 0.0  # when the queue is counted anew
 
     async def prepare(self) -> None:
         """Create the consumer group on the stream of each class, once for all shards."""
@@ -266,9 +266,9 @@ class Intake:
 
     async def recount(self, now_s: float) -> None:
         """Count the queue anew by its entries, every RECOUNT_S."""
-        if now_s < self._recount_s:
+        if now_s < self._recount_at:
             return
-        self._recount_s = now_s + RECOUNT_S
+        self._recount_at = now_s + RECOUNT_S
         arguments: list[Value] = [self._lease.text, RECOUNT_ENTRIES]
         if await self._lease.run_fenced(self._scripts.recount, [self._keys.queue], arguments):
             log.warning("queue: the counts were not those of its entries; they were counted anew")

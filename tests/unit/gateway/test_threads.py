@@ -186,7 +186,7 @@ async def test_work_that_is_not_done_at_the_deadline_is_refused(work: Work) -> N
 async def test_answer_that_comes_with_the_timeout_is_returned() -> None:
     """What it stands for has begun: a client that gets 429 sends its request again."""
     line = Line(WaitingRequest, "a thread", 1, 1.0, 0.0)
-    waiting = asyncio.create_task(line.wait(replace(arrival("a"), start_s=time.monotonic() - 1, deadline_ms=1)))
+    waiting = asyncio.create_task(line.wait(replace(arrival("a"), arrived_at=time.monotonic() - 1, deadline_ms=1)))
 
     def answer() -> None:
         ((first,), _) = line.take(time.monotonic())
