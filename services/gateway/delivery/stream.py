@@ -142,7 +142,7 @@ class RequestStream:
     rejected_drafts: int = 0
     cached_tokens: dict[int, int] = field(default_factory=dict)  # choice -> prompt tokens that the prefix cache had
     received_tokens: list[int] = field(init=False)
-    has_ended: list[bool] = field(init=False)
+    choice_has_ended: list[bool] = field(init=False)
     allowance: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
     failure: ApiError | None = None
     ahead: list[EarlyRow] = field(default_factory=list)
@@ -160,11 +160,11 @@ class RequestStream:
 
     def __post_init__(self) -> None:
         self.received_tokens = [0] * self.choices
-        self.has_ended = [False] * self.choices
+        self.choice_has_ended = [False] * self.choices
 
     @property
     def is_done(self) -> bool:
-        return all(self.has_ended)
+        return all(self.choice_has_ended)
 
     @property
     def is_crowded(self) -> bool:
@@ -177,7 +177,7 @@ class RequestStream:
         """Take a row; `first` is the index of its first token."""
         self.last_row_at = time.monotonic()
         choice = row.choice
-        if self.failure is not None or not 0 <= choice < self.choices or self.has_ended[choice]:
+        if self.failure is not None or not 0 <= choice < self.choices or self.choice_has_ended[choice]:
             return Offer.LATE
         have = self.received_tokens[choice]
         if first > have and not row.error:
@@ -195,7 +195,7 @@ class RequestStream:
         if row.cached_tokens:
             self.cached_tokens[choice] = row.cached_tokens
         self.received_tokens[choice] = have + len(tokens)
-        self.has_ended[choice] = row.finish != 0
+        self.choice_has_ended[choice] = row.finish != 0
         if late:
             row = Row(choice, tokens, row.finish, row.error, row.logprobs[late * self.record_bytes :])
         if self._deliver is None or self._rows or row.finish or not self._deliver(row):
@@ -214,13 +214,13 @@ class RequestStream:
 
     def expire(self) -> None:
         """End all choices that have not ended, as past the deadline."""
-        for choice, has_ended in enumerate(self.has_ended):
+        for choice, has_ended in enumerate(self.choice_has_ended):
             if not has_ended:
                 self.offer(Row(choice, [], Finish.DEADLINE), self.received_tokens[choice])
 
     def end_choice(self, choice: int) -> None:
         """End a choice at a stop string: its later rows are dropped."""
-        self.has_ended[choice] = True
+        self.choice_has_ended[choice] = True
 
     def wake(self) -> None:
         """Let `take` return, also with nothing: its caller may wait for something else."""
@@ -371,7 +371,8 @@ def lacks_tokens(stream: RequestStream, record: dict[bytes, bytes]) -> bool:
     """Return whether a finished request had more tokens than a stream with all of `out` has: `out` is not whole."""
     lengths = _lengths(record, stream.choices)
     return any(
-        not stream.has_ended[choice] and stream.received_tokens[choice] < length for choice, length in lengths.items()
+        not stream.choice_has_ended[choice] and stream.received_tokens[choice] < length
+        for choice, length in lengths.items()
     )
 
 
