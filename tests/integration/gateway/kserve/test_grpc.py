@@ -499,6 +499,7 @@ def test_gateway_that_stops_ends_streams_with_a_reason(tmp_path: Path, model: Pa
     scheduler.end(claimed, [[50, 51]], [LENGTH])
 
 
+@pytest.mark.usefixtures("gateway")
 def test_port_in_use_is_an_error_with_its_number(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
     failing = GatewayProcess(tmp_path, model, redis_server.url, grpc_port=GRPC_PORT).start()
     assert failing.process is not None
