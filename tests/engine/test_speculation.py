@@ -17,7 +17,6 @@ from llguidance import LLMatcher
 
 from bench.engine.ranks import Replica
 from protos import worker_pb2
-from services.scheduler.core import speculation
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import NewRequest
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
@@ -42,7 +41,7 @@ SMALL_POOL = 256  # tokens
 
 @pytest.fixture(autouse=True)
 def drafts_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+    monkeypatch.setattr("services.scheduler.core.speculation.drafts.MIN_GAIN", 0.0)
 
 
 def settings_of(pool_tokens: int = 4096, **settings: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from services.scheduler.core.policy.base import Batching
 from services.scheduler.core.policy.batching import whole_lengths
 from services.scheduler.core.replica import LastStep, Replica, SentStep
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.speculation import Drafts
+from services.scheduler.core.speculation.drafts import Drafts
 from services.scheduler.core.table import Bool, Int64, ones
 from services.scheduler.core.types import EMPTY, NO_ROWS, Adapter, Enter, Int32, Rows, StepPlan
 

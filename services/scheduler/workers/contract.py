@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from protos import worker_pb2
-from services.scheduler.core.speculation import MAX_ROW_DRAFTS
+from services.scheduler.core.speculation.drafts import MAX_ROW_DRAFTS
 from services.scheduler.core.types import DECODE, PREFILL, Int32, StepResult
 from shared.errors import ProtocolError
 from shared.keys import EPOCHS

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.scheduler.core import speculation
 from services.scheduler.core.types import Finish, NewRequest
 from services.worker.engine import Engine
 from tests.engine.driver import make_engine, tokens_of
@@ -88,7 +87,7 @@ def test_more_adapters_than_the_worker_holds_take_turns(house: House, max_loras:
 
 
 def test_drafts_behind_adapted_rows_change_no_token(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+    monkeypatch.setattr("services.scheduler.core.speculation.drafts.MIN_GAIN", 0.0)
     engine = house.engine()
     requests = []
     for request, expected in zip(house.requests(), house.expected, strict=True):

@@ -22,7 +22,6 @@ import pytest
 from llguidance import LLMatcher
 
 from protos import worker_pb2
-from services.scheduler.core import speculation
 from services.scheduler.core.types import Finish, NewRequest
 from services.worker import grammar as grammar_module
 from services.worker.engine import Engine
@@ -153,7 +152,7 @@ def test_tokens_are_the_same_behind_drafts(
     lookahead: int,
 ) -> None:
     """Of the predictions every fifth token is wrong, and most of those are forbidden."""
-    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+    monkeypatch.setattr("services.scheduler.core.speculation.drafts.MIN_GAIN", 0.0)
     crowded = make_engine(model, host_blocks=0, **SMALL)
     compute, dropped = crowded.grammars.quick.process.masks, []
 
@@ -217,7 +216,7 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_forced_texts_are_drafts_and_change_no_token(
     merging: Path, monkeypatch: pytest.MonkeyPatch, lookahead: int
 ) -> None:
-    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+    monkeypatch.setattr("services.scheduler.core.speculation.drafts.MIN_GAIN", 0.0)
     engine = make_engine(merging, host_blocks=0, **SMALL)
     bound = []
     for at, prompt in enumerate(random_prompts(COUNT, (2, 40), 11, vocab=256)):

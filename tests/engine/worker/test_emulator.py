@@ -18,7 +18,6 @@ import torch
 from llguidance import LLMatcher
 
 from kernels.emulator.device import EmulatedDevice
-from services.scheduler.core import speculation
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import NewRequest
 from shared.text.logprobs import unpack_prompt_records, unpack_records
@@ -152,7 +151,7 @@ def test_drafts_leave_transformers_tokens(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, order: int | None, lookahead: int, microbatches: int
 ) -> None:
     """Greedy, as a row may have other bits beside other rows; no token hangs on them here."""
-    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+    monkeypatch.setattr("services.scheduler.core.speculation.drafts.MIN_GAIN", 0.0)
     engine = emulated(monkeypatch, reference.path, order, kv_blocks=9, host_blocks=12)
     engine.warm_up()
     policy = "orcinus:memory=watermark,relief=newest-swap"
@@ -196,7 +195,7 @@ def test_ranks_of_emulated_gpus_give_transformers_tokens(
     with processes.replica(tp, pp, reference.path, kernels="emulator", dtype="auto", **SMALL) as replica:
         found = Driver(replica, reference.prompts[:3]).run_all(4, 15)
         assert found == [output[:4] for output in reference.outputs[:3]]
-        monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+        monkeypatch.setattr("services.scheduler.core.speculation.drafts.MIN_GAIN", 0.0)
         requests = drafted(reference)[:4]
         recorded, core = in_process.run(replica, requests, "orcinus", lookahead=0, microbatches=2, speculate="suffix")
     assert tokens_of(recorded) == reference.outputs[:4]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.scheduler.core.speculation import Speculation
+from services.scheduler.core.speculation.drafts import Speculation
 from services.scheduler.core.types import Int32, Rows
 from services.simulator.command.main import main
 from services.simulator.device.clock import Linear

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.scheduler.core.ngrams import GAP, MAX_MATCH
 from services.scheduler.core.policy.order import ClassThenSlack
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.speculation import (
+from services.scheduler.core.speculation.drafts import (
     MAX_SHARES,
     MAX_TENANTS,
     TENANT_TOKENS,
@@ -22,6 +21,7 @@ from services.scheduler.core.speculation import (
     Speculation,
     level,
 )
+from services.scheduler.core.speculation.ngrams import GAP, MAX_MATCH
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import Int32, Limits, NewRequest

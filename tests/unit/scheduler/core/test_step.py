@@ -7,7 +7,7 @@ import pytest
 
 from protos import worker_pb2
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.speculation import Drafts
+from services.scheduler.core.speculation.drafts import Drafts
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import Limits, Rows, StepPlan, StepResult
 from services.scheduler.workers.wire import result_from_wire

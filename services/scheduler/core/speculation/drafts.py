@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from services.scheduler.core.ngrams import (
+from services.scheduler.core.policy.step_time import UNBOUNDED, StepTime
+from services.scheduler.core.speculation.ngrams import (
     FOLLOWS,
     GAP,
     MARGIN,
@@ -27,7 +28,6 @@ from services.scheduler.core.ngrams import (
     Places,
     room_for_texts,
 )
-from services.scheduler.core.policy.step_time import UNBOUNDED, StepTime
 from services.scheduler.core.table import NEVER, SlotTable, ramp
 from services.scheduler.core.types import NO_ROWS, Int32, Limits, NewRequest, Rows
 
