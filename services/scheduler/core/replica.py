@@ -22,7 +22,8 @@ from services.scheduler.core.placement.peers import Peers
 from services.scheduler.core.policy.base import Budget, Memory
 from services.scheduler.core.policy.step_time import StepTime, SwapTime, TokenTime
 from services.scheduler.core.sequence import SavedKV, Sequence, State
-from services.scheduler.core.speculation.drafts import History, Speculation
+from services.scheduler.core.speculation.drafts import Speculation
+from services.scheduler.core.speculation.texts import History
 from services.scheduler.core.table import Bool, Int64, SlotTable
 from services.scheduler.core.types import EMPTY, Int32, Limits, Rows
 

@@ -21,7 +21,7 @@ from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.replica import AdmissionMemo, Replica
 from services.scheduler.core.results import Results
 from services.scheduler.core.sequence import PrefixState, Record, Sequence, State
-from services.scheduler.core.speculation.drafts import History
+from services.scheduler.core.speculation.texts import History
 from services.scheduler.core.state import MOST_AHEAD, SchedulerState
 from services.scheduler.core.stats import FirstTokens, figures, of_replica
 from services.scheduler.core.types import (

@@ -1,4 +1,4 @@
-"""Speculation: the drafts of a step, and the search for what followed the last tokens of a sequence before.
+"""Speculation: the drafts of a step, the texts that they come from, and the search in these for the last tokens.
 
-`drafts` imports the slot table and the step-time model; the slot table imports `ngrams`, which imports neither.
+`drafts` imports `texts`, both import the slot table, which imports `ngrams`; that imports none of them.
 """
