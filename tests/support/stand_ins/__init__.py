@@ -1,0 +1,1 @@
+"""Stand-ins for a service, so that a test runs the others: a scheduler by script, workers without a model, the Hub."""
