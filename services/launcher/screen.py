@@ -46,8 +46,8 @@ class Screen:
         self._live: Live | None = None
         self._has_settled = False
         self._states: dict[str, str] = {}
-        self._said_s: dict[str, float] = {}
-        self._changed_s: dict[str, float] = {}
+        self._said_at: dict[str, float] = {}
+        self._changed_at: dict[str, float] = {}
         self._started_at = time.monotonic()
         self._spinner = Spinner("dots")
 
@@ -90,11 +90,11 @@ class Screen:
         for service in services:
             if self._states.get(service.name) != service.state:
                 self._states[service.name] = service.state
-                self._said_s[service.name] = self._changed_s[service.name] = time.monotonic()
+                self._said_at[service.name] = self._changed_at[service.name] = time.monotonic()
                 self.event(f"{_title(service)}: {describe(service)}")
-            elif service.state == "starting" and time.monotonic() - self._said_s[service.name] >= LINE_S:
-                self._said_s[service.name] = time.monotonic()
-                seconds = self._said_s[service.name] - self._changed_s[service.name]
+            elif service.state == "starting" and time.monotonic() - self._said_at[service.name] >= LINE_S:
+                self._said_at[service.name] = time.monotonic()
+                seconds = self._said_at[service.name] - self._changed_at[service.name]
                 words = f"{_title(service)}: {describe(service)}, {seconds:.0f} s"
                 self.event(": ".join(filter(None, (words, _doing(service)))))
 
