@@ -49,7 +49,7 @@ REACH_IN = {
     "engine/peers/test_peers_end.py", "engine/worker/test_overlap.py", "engine/worker/test_process.py",
     "engine/worker/test_ranks.py", "engine/test_overlap.py", "kernels/cuda/test_graphs.py",
     # A part of the core with other figures, and its work counted.
-    "unit/scheduler/core/test_speculation.py", "unit/scheduler/core/test_twin.py",
+    "unit/scheduler/core/speculation/test_drafts.py", "unit/scheduler/core/test_twin.py",
     # The library's own Redis and event loop, which the simulation replaces.
     "simulation/clock.py", "simulation/redis_server.py", "simulation/test_fake_redis.py",
 }  # fmt: skip
