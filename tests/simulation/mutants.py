@@ -92,8 +92,8 @@ def _knows_no_parent(self: Hasher, tokens: Any, salt: bytes = b"", before: bytes
 _OFFER, _KEYS = RequestStream.offer, Hasher.keys
 
 _ENDS_FIRST = """\
-    for row in ended:
-        stream.offer(row, stream.received[row.choice])
+    for row in end_rows:
+        stream.offer(row, stream.received_tokens[row.choice])
     for first, row in rows:"""
 
 MUTANTS: dict[str, Plant] = {
