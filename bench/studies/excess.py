@@ -29,6 +29,7 @@ import orjson
 
 from bench.result import RESULTS, provenance, write
 from bench.serve.client import payloads
+from shared.processes.heap import settle
 
 PROMPT, OUTPUT, AT_ONCE, DEADLINE_MS, AFTER = 200, 32, 64, 5000, 0.9
 HORIZON_S, LATE_S = 60, 10
@@ -50,6 +51,7 @@ class Sample:
     status: int = 0  # 0: no answer
     code: str = ""  # of a refusal
     retry_after_s: float = 0.0
+    sent: float = 0.0
     first: float = 0.0
     end: float = 0.0
     finish: str = ""
@@ -79,6 +81,7 @@ class Client:
     async def send(self, one: Sample) -> Sample:
         """Send one request and read it to its end."""
         self.samples.append(one)
+        one.sent = time.monotonic()
         one.seed = one.seed or int(self.rng.integers(1, 1 << 62))
         prompt = np.random.default_rng(one.seed).integers(10, 200, PROMPT).tolist()
         body: dict[str, Any] = {"model": self.model, "prompt": prompt}
@@ -126,7 +129,7 @@ class Client:
         return [await self.send(Sample(time.monotonic())) for _ in range(count)]
 
     def arrivals(self, begin: float, rps: float, span_s: float) -> list[Sample]:
-        """Return Poisson arrivals of the mix, in order."""
+        """Return Poisson arrivals of the mix, in order. begin: 0, or the end of an earlier span."""
         found = []
         for at in np.sort(self.rng.uniform(0, span_s, self.rng.poisson(rps * span_s))):
             priority = str(self.rng.choice(list(SHARES), p=list(SHARES.values())))
@@ -138,7 +141,8 @@ class Client:
         """Send `rps` for span_s, then 0.9 times the capacity for after_s, retries among them. Return the time of the
         change.
         """
-        begin = time.monotonic() + 0.5
+        arrivals = [*self.arrivals(0.0, rps, span_s), *self.arrivals(span_s, AFTER * capacity_rps, after_s)]
+        begin = time.monotonic() + 0.5  # not before the arrivals: to draw them takes seconds
         change = begin + span_s
         running: list[asyncio.Task[None]] = []
         again: list[tuple[float, int, Sample]] = []  # when, a number, what was refused
@@ -149,8 +153,8 @@ class Client:
             if one.status in (429, 503) and not one.is_retry:
                 heapq.heappush(again, (one.end + one.retry_after_s, next(numbers), one))
 
-        later = self.arrivals(change, AFTER * capacity_rps, after_s)
-        for one in [*self.arrivals(begin, rps, span_s), *later]:
+        for one in arrivals:
+            one.due += begin
             await asyncio.sleep(max(0.0, one.due - time.monotonic()))
             while again and again[0][0] < max(change, one.due - LATE_S):  # not sent: the load would be another
                 heapq.heappop(again)
@@ -176,6 +180,7 @@ def figures(samples: list[Sample], span_s: float) -> dict[str, Any]:
         "requests": len(samples),
         "answers": dict(sorted(answers.items())),
         "finishes": dict(Counter(one.finish or one.code for one in samples if one.status == 200)),
+        "sent_after_s": percentiles([one.sent - one.due for one in samples]),
         "goodput_rps": round(sum(one.is_good for one in samples) / span_s, 2),
         "ttft_s": percentiles([one.first - one.due for one in samples if one.first]),
         "refused_after_s": percentiles([one.end - one.due for one in samples if one.status in (429, 503)]),
@@ -233,6 +238,7 @@ async def with_client(
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         async with session.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {keys[0]}"}) as answer:
             model = (await answer.json())["data"][0]["id"]
+        settle()  # else full collections of Python's garbage stop this client, by the end for half a second each
         found = await measure(Client(session, url, model, keys, np.random.default_rng(1)))
     cpu = (time.process_time() - begin[0]) / (time.monotonic() - begin[1])
     return {"client_cpu": round(cpu, 2), **found}
