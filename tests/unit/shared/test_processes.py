@@ -112,6 +112,21 @@ def test_what_lives_at_start_is_never_walked_again_and_full_collections_are_rare
 
 
 @pytest.mark.usefixtures("thresholds")
+def test_collection_short_of_a_full_one_looks_at_few_objects() -> None:
+    settle()
+    sizes: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 1:
+            sizes.append(len(gc.get_objects(0)) + len(gc.get_objects(1)))
+
+    gc.callbacks.append(note)
+    kept: list[object] = [[] for _ in range(100_000)]
+    gc.callbacks.remove(note)
+    assert len(kept) == 100_000 and sizes and max(sizes) < 10_000
+
+
+@pytest.mark.usefixtures("thresholds")
 def test_an_import_has_no_collections_also_one_that_fails() -> None:
     with pytest.raises(ModuleNotFoundError), freeze_imports():
         assert not gc.isenabled()
