@@ -263,10 +263,8 @@ class ByShare:
         self._offered_tokens: dict[int, int] = {}  # tenant -> sum of these tokens
         self._count: dict[int, int] = {}  # tenant -> its waiting sequences, at least one
         self.waits: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)  # by tenant: whether it is in _count
-        self._rest, self._last_tenant = (
-            0,
-            NO_TENANT,
-        )  # steps for which tokens are still counted; the tenant that came last
+        self._rest = 0  # steps for which tokens are still counted
+        self._last_tenant = NO_TENANT  # that came last
         self._now_ns, self._limit, self._may_move = -1, 0, MOVED  # _look(): its time, largest counter, moves left
 
     def __iter__(self) -> Iterator[Sequence]:

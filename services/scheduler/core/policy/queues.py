@@ -245,9 +245,8 @@ class ByClass:
         self._queues = list(inner)
         self._age_ns = age_ns
         self._admissions = 0
-        self._popped_numbers: set[int] = (
-            set()
-        )  # numbers of sequences popped at _now_ns; one that comes back was not admitted
+        # Numbers of sequences popped at _now_ns; one that comes back was not admitted.
+        self._popped_numbers: set[int] = set()
         self._now_ns = 0
 
     def __iter__(self) -> Iterator[Sequence]:

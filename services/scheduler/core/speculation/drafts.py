@@ -117,9 +117,8 @@ class Speculation:
         self._follows_from: Int32 = sliding_window_view(self._follows, MAX_ROW_DRAFTS + 1, axis=1)
         self._shares_from: Float32 = sliding_window_view(self._shares, 1 + MAX_ROW_DRAFTS, axis=1)
         self._upto: Int32 = np.zeros(slots, np.int32)  # applied tokens
-        self._checked_tokens: Int32 = np.zeros(
-            slots, np.int32
-        )  # applied tokens up to the last ones that a step had as drafts
+        # Applied tokens up to the last ones that a step had as drafts.
+        self._checked_tokens: Int32 = np.zeros(slots, np.int32)
         self._alone_ns = ALONE_NS
         self._ahead_ns = AHEAD_NS
         self._answered_ns = 0  # when the last step was answered

@@ -29,16 +29,15 @@ class History:
     """The last outputs by tenant, and how many drafts behind them were right; no tenant's drafts come from another
     one's. Shared by all replicas.
 
-    drafted, accepted: drafts that were checked, and those that were right.
+    drafted_tokens, accepted_tokens: drafts that were checked, and those that were right.
     """
 
     def __init__(self) -> None:
         self.drafted_tokens = self.accepted_tokens = 0
         self._tokens = room_for_texts(MAX_TENANTS, TENANT_TOKENS)
         self._sizes: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)
-        self._indexed_tokens: npt.NDArray[np.int64] = np.zeros(
-            MAX_TENANTS, np.int64
-        )  # of these tokens, those in the index
+        # Of these tokens, those in the index.
+        self._indexed_tokens: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)
         self._shares: OrderedDict[str, float] = OrderedDict()  # tenant -> of drafts that were right
         self._index = NgramIndex(self._tokens, MAX_TENANTS, TENANT_TOKENS)
         self._texts: OrderedDict[str, int] = OrderedDict()  # tenant -> number of its text
