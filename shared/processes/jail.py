@@ -16,7 +16,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -145,30 +144,27 @@ def allocator() -> tuple[Callable[[], int], Callable[[], object]]:
 
 
 NICE = 10
-"""A tenth of a core while others want it. At the lowest, an answer of 0.1 s would take ten."""
-TRIES = 20
+"""A tenth of a core while other processes of the session want it."""
 
 
-def yield_to_others(all_sessions: bool) -> None:
-    """Give this process a low priority, towards its own service or all processes. Call it before `confine`.
+def yield_to_others() -> None:
+    """Give this process a low priority.
 
-    Linux may share processor time out among sessions first, and only then by nice within each (sched(7), autogroup).
-    Every service has a session of its own, so towards all this process takes another one with that priority.
+    Where Linux shares processor time out among sessions first (sched(7), autogroup), it counts within the session. The
+    launcher starts all services in one.
     """
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    if not all_sessions:
-        return
-    with contextlib.suppress(OSError):  # it leads a session already
-        os.setsid()
-    for _ in range(TRIES):
-        try:
-            Path("/proc/self/autogroup").write_text(str(NICE))
-            return
-        except BlockingIOError:  # the system takes ten of these a second
-            time.sleep(0.1)
-        except OSError:  # none of that here
-            return
+
+
+def take_idle_time() -> None:
+    """Let this process run, for good, only while a core has no other work. It stops at once when one gets some.
+
+    The priority of `yield_to_others` alone lets it finish a turn of some milliseconds first.
+    """
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _set_timeout(connection: Connection, timeout_s: float) -> None:

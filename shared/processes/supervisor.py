@@ -140,7 +140,7 @@ class Service:
                 stdout=log,
                 stderr=log,
                 pass_fds=pass_fds,
-                start_new_session=True,  # Ctrl-C is for the supervisor, which stops services in order
+                process_group=0,  # Ctrl-C is for the supervisor, which stops services in order
             )
         self._heard_at, self._hung_at = time.monotonic(), 0.0
         self.state = "starting"

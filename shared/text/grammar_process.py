@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shared.processes.jail import Jail, JailError, allocator, confine, yield_to_others
+from shared.processes.jail import Jail, JailError, allocator, confine, take_idle_time, yield_to_others
 from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError, allows, reason
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ QUESTION_S = 2.0
 """Processor time of one question. What the fuel allows takes a tenth of it, so it decides only where the fuel fails."""
 PATIENCE = 15
 """An answer may take so many times its processor time: the process gets what others leave."""
+STARVED_FOR_S = 60.0
+"""After a question that got too little idle time, questions of its kind have a low priority instead for so long."""
 MEMORY_BYTES = 1 << 30
 """Of the process. The grammars that it keeps may take KEPT_SHARE of that, so that there is room for one question."""
 KEPT_SHARE = 0.5
@@ -47,9 +49,9 @@ CHECK, BEGIN, GO_ON = b"C", b"B", b"G"
 TAKEN, REFUSED, ENDED, NO_GRAMMARS, UNKNOWN = b"T", b"R", b"E", b"N", b"U"
 SPENT = struct.Struct("<d")
 """Before each answer: its processor time in seconds."""
-HEAD = struct.Struct("<cQIII")
-"""Of a question: kind, key of the sequence, numbers of outputs, of guesses and of keys to forget; then these, and the
-grammar."""
+HEAD = struct.Struct("<c?QIII")
+"""Of a question: kind, whether it is to take idle time only, key of the sequence, numbers of outputs, of guesses and of
+keys to forget; then these, and the grammar."""
 COUNT = struct.Struct("<I")
 """Of the masks of an answer, before the rest: for each mask the number of forced tokens, these tokens, the masks."""
 MOST_FORCED = 16
@@ -60,13 +62,15 @@ NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 class GrammarProcess:
     """The near end. Methods block; one question at a time is served. Keys of sequences are used once."""
 
-    def __init__(
-        self, model: Path, vocab_size: int, memory_bytes: int = MEMORY_BYTES, yields_to_all: bool = True
-    ) -> None:
-        """yields_to_all: have a low priority among all processes; else only beside those of this one's session."""
-        limits = {"seconds": QUESTION_S, "bytes": memory_bytes, "yields_to_all": yields_to_all}
+    def __init__(self, model: Path, vocab_size: int, memory_bytes: int = MEMORY_BYTES, idle_s: float = 0.0) -> None:
+        """idle_s: compute only while a core has no other work; a question that has no answer after so long begins anew
+        in a process of low priority. 0 means that priority from the start.
+        """
+        limits = {"seconds": QUESTION_S, "bytes": memory_bytes}
         first = json.dumps({"model": str(model.resolve()), "vocab": vocab_size, **limits}).encode()
         self._memory_bytes = memory_bytes
+        self._idle_s = idle_s
+        self._starved_until = 0.0
         self.end_count = 0
         """Sequences and grammars that took too much processor time or memory."""
         self.spent_s = 0.0
@@ -127,10 +131,16 @@ class GrammarProcess:
         grammar: str = "",
     ) -> bytes:
         forgotten, self._forgotten = np.array(self._forgotten, "<u8"), []
-        head = HEAD.pack(kind, key, len(outputs), len(guesses), len(forgotten))
         tokens = np.concatenate([outputs, guesses]).astype("<i4")
+        counts = len(outputs), len(guesses), len(forgotten)
+        rest = tokens.tobytes() + forgotten.tobytes() + grammar.encode()
+
+        def ask(is_idle: bool) -> bytes:
+            question = HEAD.pack(kind, is_idle, key, *counts) + rest
+            return self.jail.ask(question, self._idle_s if is_idle else PATIENCE * QUESTION_S)
+
         try:
-            answer = self.jail.ask(head + tokens.tobytes() + forgotten.tobytes() + grammar.encode())
+            answer = self._ask_in_idle_time(ask) if self._idle_s else ask(False)
         except JailError as error:
             if error.signal in (0, signal.SIGKILL):  # no answer in time, no process, or the machine's memory
                 raise
@@ -138,6 +148,20 @@ class GrammarProcess:
             raise self._end_error(error) from error
         self.spent_s += SPENT.unpack_from(answer)[0]
         return answer[SPENT.size :]
+
+    def _ask_in_idle_time(self, ask: Callable[[bool], bytes]) -> bytes:
+        """Return the answer to a question, which begins anew where other processes leave it no time."""
+        is_new = self.jail.pid is None  # it has its tokenizer to read first, at the priority of the services
+        if is_new or time.monotonic() < self._starved_until:
+            return ask(False)
+        try:
+            return ask(True)
+        except JailError as error:
+            if error.signal:
+                raise
+        log.warning("no idle time for grammars within %g s; they have a low priority now", self._idle_s)
+        self._starved_until = time.monotonic() + STARVED_FOR_S
+        return ask(False)
 
     def _count_ended(self) -> None:
         self.end_count += 1
@@ -188,7 +212,7 @@ class SequenceMatchers:
 
     def answer(self, question: bytes) -> bytes:
         """Return the answer without its first letter. Raise KeyError for an unknown sequence, or GrammarError."""
-        kind, key, count, guessed, forgotten = HEAD.unpack_from(question)
+        kind, _is_idle, key, count, guessed, forgotten = HEAD.unpack_from(question)
         tokens = np.frombuffer(question, "<i4", count + guessed, HEAD.size).tolist()
         end = HEAD.size + 4 * len(tokens)
         for gone in np.frombuffer(question, "<u8", forgotten, end).tolist():
@@ -331,10 +355,12 @@ def main() -> int:
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         settings = json.loads(connection.recv_bytes(1 << 20))
         grammars = SequenceMatchers(_open(settings), int(KEPT_SHARE * settings["bytes"]))
-        yield_to_others(settings["yields_to_all"])
+        yield_to_others()
         confine(settings["bytes"])
         while True:
             question = connection.recv_bytes(MOST_QUESTION_BYTES)
+            if HEAD.unpack_from(question)[1]:
+                take_idle_time()
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
             start_s = time.thread_time()
             answer = reply_to(grammars, question)

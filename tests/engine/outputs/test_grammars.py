@@ -521,7 +521,7 @@ def test_mask_is_judged_as_a_first_one_where_the_process_had_to_begin_again(
     monkeypatch.setattr(grammar_module, "COSTLY_MASK_S", 0.0)
     monkeypatch.setattr(grammar_module, "COSTLY_BEGIN_S", 60.0)
     judged: list[bool] = []
-    lane = Lane(model, 260, False, lambda question, is_costly: judged.append(is_costly))
+    lane = Lane(model, 260, 0.0, lambda question, is_costly: judged.append(is_costly))
     grammar = LLMatcher.grammar_from_regex("[0-9]{30}")
 
     def ask() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -157,6 +158,20 @@ def test_signal_stops_services_in_reverse_order(
         assert stack.notes() == ["stop gateway", "stop worker", "stop redis"]
         assert not any(alive(pid) for pid in pids.values())
         assert sorted(path.name for path in stack.run_dir.iterdir()) == ["logs"]
+
+
+def test_services_share_a_session_and_have_groups_of_their_own(tmp_path: Path) -> None:
+    """Linux compares priorities within a session. A terminal sends its signals to a group, and stops others that write
+    to it where `stty tostop` is set.
+    """
+    with Stack(tmp_path, {"redis": SERVE, "worker": SERVE}) as stack:
+        pids = stack.wait_ready()
+        assert stack.process is not None
+        assert {os.getsid(pid) for pid in pids.values()} == {os.getsid(stack.process.pid)}
+        for pid in pids.values():
+            assert os.getpgid(pid) == pid
+            ignored = re.search(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+            assert ignored is not None and int(ignored[1], 16) & 1 << (signal.SIGTTOU - 1)
 
 
 def test_signal_during_start_stops_the_services(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_costly_masks_behind_guesses_are_left_out(followed: SequenceMatchers, mo
     only = allowed(mask)[0]
     for limit_s, masks in ((60.0, 4), (0.0, 1)):
         monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", limit_s)
-        head = HEAD.pack(GO_ON, 1, 0, 3, 0) + tokens(only, only, only).tobytes()
+        head = HEAD.pack(GO_ON, False, 1, 0, 3, 0) + tokens(only, only, only).tobytes()
         assert COUNT.unpack_from(reply_to(followed, head), 1) == (masks,)
 
 
@@ -252,7 +252,7 @@ def question(
     grammar: str = "",
     guesses: Sequence[int] = (),
 ) -> bytes:
-    head = HEAD.pack(kind, key, len(outputs), len(guesses), len(forgotten))
+    head = HEAD.pack(kind, False, key, len(outputs), len(guesses), len(forgotten))
     return head + tokens(*outputs, *guesses).tobytes() + np.array(forgotten, "<u8").tobytes() + grammar.encode()
 
 
@@ -330,23 +330,54 @@ def test_grammar_that_only_the_cache_keeps_goes_first(small: SequenceMatchers) -
 
 
 def test_grammar_that_ended_for_its_memory_is_counted(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.jail, "ask", lambda question: SPENT.pack(0.0) + ENDED + b"it takes 2 MiB")
+    monkeypatch.setattr(process.jail, "ask", lambda question, timeout_s: SPENT.pack(0.0) + ENDED + b"it takes 2 MiB")
     with pytest.raises(GrammarEndedError, match="it takes 2 MiB"):
         process.masks(1, PATTERN, tokens())
     assert process.end_count == 1
 
 
-@pytest.mark.parametrize("to_all", [True, False])
-def test_process_has_a_low_priority_among_all_sessions(model: Path, to_all: bool) -> None:
-    """Nice alone counts within a session where Linux groups by session, and this would be that of a service."""
-    process = GrammarProcess(model, VOCAB, yields_to_all=to_all)
+def test_process_has_a_low_priority(process: GrammarProcess) -> None:
+    process.check(PATTERN)
     process.check(PATTERN)
     pid = process.jail.pid
     assert pid is not None and os.getpriority(os.PRIO_PROCESS, pid) >= jail.NICE
-    assert os.getsid(pid) == (pid if to_all else os.getsid(0))
-    group = Path(f"/proc/{pid}/autogroup")
-    if to_all and group.exists() and (words := group.read_text().split()):
-        assert int(words[-1]) == jail.NICE
+    assert os.sched_getscheduler(pid) == os.SCHED_OTHER
+    assert os.getsid(pid) == os.getsid(0), "priorities count within a session"
+
+
+def policy(process: GrammarProcess) -> int:
+    """Return the scheduling policy of a process."""
+    assert process.jail.pid is not None
+    return os.sched_getscheduler(process.jail.pid)
+
+
+def test_process_takes_idle_time_once_it_has_begun(model: Path) -> None:
+    process = GrammarProcess(model, VOCAB, idle_s=60.0)
+    outputs: list[int] = []
+    walk(process, 1, outputs, 1)
+    assert policy(process) == os.SCHED_OTHER, "it read its tokenizer"
+    walk(process, 1, outputs, 1)
+    assert policy(process) == os.SCHED_IDLE
+    process.close()
+
+
+def test_question_without_idle_time_begins_anew_at_a_low_priority(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process stands for one that gets no time beside others."""
+    monkeypatch.setattr(grammar_process, "STARVED_FOR_S", 3600.0)
+    process = GrammarProcess(model, VOCAB, idle_s=0.1)
+    outputs: list[int] = []
+    walk(process, 1, outputs, 1)
+    starved = process.jail.pid
+    assert starved is not None
+    os.kill(starved, signal.SIGSTOP)
+    masks = walk(process, 1, outputs, 4)
+    assert process.jail.pid != starved and "no idle time" in caplog.text
+    assert policy(process) == os.SCHED_OTHER
+    matcher = Grammars(model, VOCAB).matcher(PATTERN)
+    matcher.consume_token(outputs[0])
+    assert masks[0] == allowed(matcher.compute_bitmask())
     process.close()
 
 
