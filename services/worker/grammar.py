@@ -134,7 +134,7 @@ class Lane:
     def _answer_next(self) -> None:
         if (question := self._turns.take()) is None:  # the others were cancelled
             return
-        began = time.monotonic()
+        began_at = time.monotonic()
         try:
             masks = self.process.masks(question.key, question.grammar, question.outputs, question.guesses)
         except Exception as error:  # for the sequence
@@ -143,7 +143,7 @@ class Lane:
         else:
             count = len(masks)
             question.forced = self.process.forced_tokens
-            question.took_s = (time.monotonic() - began) / count
+            question.took_s = (time.monotonic() - began_at) / count
             question.masks.set_result(masks)
         limit_s = COSTLY_BEGIN_S if self.process.has_begun else COSTLY_MASK_S
         self._answered(question, self.process.spent_s >= count * limit_s)

@@ -208,7 +208,7 @@ class SequenceMatchers:
         self._end_reasons: dict[int, str] = {}  # sequences of grammars that ended in a question of another one: why
         self._sizes: dict[str, int] = {}  # bytes by grammar, of those with a sequence or in the cache
         self._allocated_bytes, self._trim = allocator()
-        self._guess_deadline_s = 0.0  # processor time of the process from which on no guess is followed
+        self._guess_until = 0.0  # processor time of the process from which on no guess is followed
 
     def answer(self, question: bytes) -> bytes:
         """Return the answer without its first letter. Raise KeyError for an unknown sequence, or GrammarError."""
@@ -228,7 +228,7 @@ class SequenceMatchers:
         try:
             if kind == BEGIN:
                 self._matchers[key] = grammar, self._grammars.matcher(grammar), []
-            self._guess_deadline_s = time.thread_time() + LOOK_AHEAD_S
+            self._guess_until = time.thread_time() + LOOK_AHEAD_S
             grammar = self._matchers[key][0]
             masks = [self._advance(key, tokens[:count])]
             forced_tokens = self._look_ahead(key, tokens[count:], masks)
@@ -306,13 +306,13 @@ class SequenceMatchers:
             return forced_tokens
         matcher = self._matchers[key][1].deep_copy()
         for guess in guesses[: MOST_ANSWER_BYTES // (len(masks[0]) + 4 * MOST_FORCED) - 2]:
-            if matcher.is_stopped() or not allows(masks[-1], guess) or time.thread_time() > self._guess_deadline_s:
+            if matcher.is_stopped() or not allows(masks[-1], guess) or time.thread_time() > self._guess_until:
                 break
             if not (mask := self._mask(matcher, [guess])):
                 return forced_tokens  # what failed is met again when the guess has come true
             masks.append(mask)
             forced_tokens.append([])
-        if _allows_one(masks[-1]) and not matcher.is_stopped() and time.thread_time() <= self._guess_deadline_s:
+        if _allows_one(masks[-1]) and not matcher.is_stopped() and time.thread_time() <= self._guess_until:
             forced_tokens[-1] = matcher.compute_ff_tokens()[:MOST_FORCED]  # of the text that the mask was computed with
         return forced_tokens
 
@@ -362,10 +362,10 @@ def main() -> int:
             if HEAD.unpack_from(question)[1]:
                 take_idle_time()
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
-            start_s = time.thread_time()
+            began_at = time.thread_time()
             answer = reply_to(grammars, question)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(SPENT.pack(time.thread_time() - start_s) + answer)
+            connection.send_bytes(SPENT.pack(time.thread_time() - began_at) + answer)
     return 0
 
 
