@@ -4,7 +4,7 @@ A process of low priority compiles grammars and computes masks (shared/text/gram
 time nor Python's lock holds up a step. Masks are ordered as soon as the host knows the token before them: when the
 sequence enters, with the outputs that it came with, or when the step that samples begins, with those behind its drafts.
 Tenants take turns, and the sequences of each tenant. No question is interrupted for another, so a second process serves
-tenants with costly ones, if other tenants are there. It takes idle time: a turn of some milliseconds would hold up a
+tenants with costly ones, if other tenants are there. It runs in idle time: a turn of some milliseconds would hold up a
 step.
 
 A row without its mask by the time of sampling is late: it sits the step out and is planned again, while the others go
@@ -39,10 +39,6 @@ MEMORY_BYTES = 2 << 30
 """Of each process: the grammars of all its sequences and the tokenizer. Beyond most of it the largest grammar ends."""
 COSTLY_MASK_S, COSTLY_BEGIN_S = 0.002, 0.05
 """Processor time from which a mask is costly, and a sequence's first one, with its grammar to compile."""
-IDLE_S = 2.0
-"""A costly mask takes at most some 0.1 s of processor time; if it has no answer in idle time after so long, it begins
-anew at a low priority. Both together stay below TOGETHER_S.
-"""
 COSTLY_FOR_S = 30.0
 """A tenant is served apart for so long after its last costly mask."""
 ALONE_S = 0.1
@@ -104,11 +100,13 @@ class Turns:
 class Lane:
     """One process of grammars and the thread that asks it one question after another, by Turns."""
 
-    def __init__(self, model: Path, vocab: int, idle_s: float, answered: Callable[[Question, bool], object]) -> None:
-        """idle_s: as of GrammarProcess. answered: called with each question once its mask is there, and with whether
-        the mask was costly.
+    def __init__(
+        self, model: Path, vocab: int, in_idle_time: bool, answered: Callable[[Question, bool], object]
+    ) -> None:
+        """in_idle_time: as of GrammarProcess. answered: called with each question once its mask is there, and with
+        whether the mask was costly.
         """
-        self.process = GrammarProcess(model, vocab, MEMORY_BYTES, idle_s)
+        self.process = GrammarProcess(model, vocab, MEMORY_BYTES, in_idle_time)
         self._answered = answered
         self._turns = Turns()
         self._thread = ThreadPoolExecutor(1, "grammars")
@@ -169,8 +167,8 @@ class SlotGrammars:
     """
 
     def __init__(self, model: Path, vocab: int) -> None:
-        self.quick = Lane(model, vocab, 0.0, self._answered)
-        self.costly = Lane(model, vocab, IDLE_S, self._answered)
+        self.quick = Lane(model, vocab, False, self._answered)
+        self.costly = Lane(model, vocab, True, self._answered)
         """Its process starts with its first question."""
         self.late = 0
         """Rows that sat out a step because their mask was not there."""

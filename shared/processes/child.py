@@ -21,7 +21,9 @@ def main() -> None:
     # These two are passed on to services, some of which handle them; until then they must end none.
     for number in (signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # the terminal may stop what writes to it from the background
+    # The terminal would stop a process in the background that reads from it or writes to it.
+    for number in (signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)
     # A supervisor started with `&` from a script ignores SIGINT, and Python ignores SIGPIPE; exec would pass that on.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)

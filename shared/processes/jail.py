@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
+LOOK_S = 0.5
 
 
 class JailError(Exception):
@@ -34,6 +36,10 @@ class JailError(Exception):
     def __init__(self, problem: str, signal: int = 0) -> None:
         super().__init__(problem)
         self.signal = signal
+
+
+class StarvedError(JailError):
+    """The process was ended, as others left it no processor time for a question."""
 
 
 class Jail:
@@ -66,14 +72,20 @@ class Jail:
                 self._end()
                 raise JailError(f"did not start: {error}") from error
 
-    def ask(self, payload: bytes, timeout_s: float | None = None) -> bytes:
-        """Return the answer to one question. Raise JailError."""
+    def ask(
+        self, payload: bytes, timeout_s: float | None = None, is_starved: Callable[[], bool] | None = None
+    ) -> bytes:
+        """Return the answer to one question. Raise JailError; StarvedError where `is_starved` says so, which is called
+        with the question and every LOOK_S until the answer.
+        """
         with self._lock:
             try:
                 connection = self._require_connection()
                 if timeout_s is not None:
                     _set_timeout(connection, timeout_s)
                 connection.send_bytes(payload)
+                if is_starved is not None:
+                    self._look(connection, is_starved)
                 return connection.recv_bytes(self._answer_bytes)
             except (EOFError, ConnectionError) as error:
                 self._end()
@@ -82,6 +94,18 @@ class Jail:
             except OSError as error:
                 self._end()
                 raise JailError(f"gave no answer: {error}") from error
+
+    def _look(self, connection: Connection, is_starved: Callable[[], bool]) -> None:
+        """Wait for the answer. Raise StarvedError, TimeoutError."""
+        end_at = time.monotonic() + self._timeout_s
+        while True:
+            if is_starved():
+                self._end()
+                raise StarvedError("got no processor time")
+            if connection.poll(LOOK_S):
+                return
+            if time.monotonic() > end_at:
+                raise TimeoutError("none in time")
 
     def close(self) -> None:
         """End the process; a question that it works at fails."""
@@ -157,14 +181,22 @@ def yield_to_others() -> None:
         os.nice(NICE)
 
 
-def take_idle_time() -> None:
-    """Let this process run, for good, only while a core has no other work. It stops at once when one gets some.
+def run_when_idle() -> None:
+    """Let this process run, for good, in what idle time a core has. It stops when another process wakes up there.
 
     The priority of `yield_to_others` alone lets it finish a turn of some milliseconds first.
     """
     if hasattr(os, "SCHED_IDLE"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def runs_when_idle(pid: int) -> bool:
+    """Return whether a process of ours does."""
+    try:
+        return os.sched_getscheduler(pid) == os.SCHED_IDLE
+    except (OSError, AttributeError):
+        return False
 
 
 def _set_timeout(connection: Connection, timeout_s: float) -> None:

@@ -22,8 +22,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
-from shared.processes.jail import Jail, JailError, allocator, confine, take_idle_time, yield_to_others
+from shared.processes.jail import (
+    Jail,
+    JailError,
+    StarvedError,
+    allocator,
+    confine,
+    run_when_idle,
+    runs_when_idle,
+    yield_to_others,
+)
 from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError, allows, reason
 
 if TYPE_CHECKING:
@@ -35,8 +45,12 @@ QUESTION_S = 2.0
 """Processor time of one question. What the fuel allows takes a tenth of it, so it decides only where the fuel fails."""
 PATIENCE = 15
 """An answer may take so many times its processor time: the process gets what others leave."""
+JUDGED_S, WAKE_S = 0.5, 0.02
+"""A process in idle time is judged whenever its questions have waited so long, without WAKE_S of each. It starves
+where they wait for more than PATIENCE times their processor time.
+"""
 STARVED_FOR_S = 60.0
-"""After a question that got too little idle time, questions of its kind have a low priority instead for so long."""
+"""A process that starved has a low priority instead of idle time for so long."""
 MEMORY_BYTES = 1 << 30
 """Of the process. The grammars that it keeps may take KEPT_SHARE of that, so that there is room for one question."""
 KEPT_SHARE = 0.5
@@ -50,8 +64,8 @@ TAKEN, REFUSED, ENDED, NO_GRAMMARS, UNKNOWN = b"T", b"R", b"E", b"N", b"U"
 SPENT = struct.Struct("<d")
 """Before each answer: its processor time in seconds."""
 HEAD = struct.Struct("<c?QIII")
-"""Of a question: kind, whether it is to take idle time only, key of the sequence, numbers of outputs, of guesses and of
-keys to forget; then these, and the grammar."""
+"""Of a question: kind, whether the process is to run in idle time from now on, key of the sequence, numbers of outputs,
+of guesses and of keys to forget; then these, and the grammar."""
 COUNT = struct.Struct("<I")
 """Of the masks of an answer, before the rest: for each mask the number of forced tokens, these tokens, the masks."""
 MOST_FORCED = 16
@@ -62,15 +76,17 @@ NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 class GrammarProcess:
     """The near end. Methods block; one question at a time is served. Keys of sequences are used once."""
 
-    def __init__(self, model: Path, vocab_size: int, memory_bytes: int = MEMORY_BYTES, idle_s: float = 0.0) -> None:
-        """idle_s: compute only while a core has no other work; a question that has no answer after so long begins anew
-        in a process of low priority. 0 means that priority from the start.
-        """
+    def __init__(
+        self, model: Path, vocab_size: int, memory_bytes: int = MEMORY_BYTES, in_idle_time: bool = False
+    ) -> None:
+        """in_idle_time: compute in the idle time of the cores while there is enough of it; else at a low priority."""
         limits = {"seconds": QUESTION_S, "bytes": memory_bytes}
         first = json.dumps({"model": str(model.resolve()), "vocab": vocab_size, **limits}).encode()
         self._memory_bytes = memory_bytes
-        self._idle_s = idle_s
+        self._in_idle_time = in_idle_time
         self._starved_until = 0.0
+        self._judged_pid, self._judged_s = 0, 0.0  # and its processor time then
+        self._asked_at, self._waited_s = 0.0, 0.0  # the last question, and how long those before it waited since then
         self.end_count = 0
         """Sequences and grammars that took too much processor time or memory."""
         self.spent_s = 0.0
@@ -135,12 +151,12 @@ class GrammarProcess:
         counts = len(outputs), len(guesses), len(forgotten)
         rest = tokens.tobytes() + forgotten.tobytes() + grammar.encode()
 
-        def ask(is_idle: bool) -> bytes:
-            question = HEAD.pack(kind, is_idle, key, *counts) + rest
-            return self.jail.ask(question, self._idle_s if is_idle else PATIENCE * QUESTION_S)
+        def ask(when_idle: bool) -> bytes:
+            question = HEAD.pack(kind, when_idle, key, *counts) + rest
+            return self.jail.ask(question, is_starved=self._is_starved if when_idle else None)
 
         try:
-            answer = self._ask_in_idle_time(ask) if self._idle_s else ask(False)
+            answer = self._ask_when_idle(ask) if self._in_idle_time else ask(False)
         except JailError as error:
             if error.signal in (0, signal.SIGKILL):  # no answer in time, no process, or the machine's memory
                 raise
@@ -149,19 +165,43 @@ class GrammarProcess:
         self.spent_s += SPENT.unpack_from(answer)[0]
         return answer[SPENT.size :]
 
-    def _ask_in_idle_time(self, ask: Callable[[bool], bytes]) -> bytes:
-        """Return the answer to a question, which begins anew where other processes leave it no time."""
-        is_new = self.jail.pid is None  # it has its tokenizer to read first, at the priority of the services
-        if is_new or time.monotonic() < self._starved_until:
-            return ask(False)
+    def _ask_when_idle(self, ask: Callable[[bool], bytes]) -> bytes:
+        """Return the answer to a question; it begins anew in another process where others leave this one no time."""
+        pid = self.jail.pid
+        if pid is None or time.monotonic() < self._starved_until:
+            return ask(False)  # a new process has its tokenizer to read first
+        if pid != self._judged_pid:
+            self._judge(pid)
+        self._asked_at = time.monotonic()
         try:
-            return ask(True)
-        except JailError as error:
-            if error.signal:
-                raise
-        log.warning("no idle time for grammars within %g s; they have a low priority now", self._idle_s)
-        self._starved_until = time.monotonic() + STARVED_FOR_S
-        return ask(False)
+            answer = ask(True)
+        except StarvedError:
+            log.warning("too little idle time for costly grammars: they have a low priority for %g s", STARVED_FOR_S)
+            self._starved_until = time.monotonic() + STARVED_FOR_S
+            return ask(False)
+        self._waited_s = self._wait_s()
+        return answer
+
+    def _is_starved(self) -> bool:
+        """Return whether the process has got too little idle time since it was judged."""
+        waited_s, pid = self._wait_s(), self.jail.pid
+        if waited_s < JUDGED_S or pid is None:
+            return False
+        self._asked_at = time.monotonic()
+        return PATIENCE * self._judge(pid) < waited_s and runs_when_idle(pid)
+
+    def _wait_s(self) -> float:
+        """Return how long questions have waited since the process was judged."""
+        return self._waited_s + max(0.0, time.monotonic() - self._asked_at - WAKE_S)
+
+    def _judge(self, pid: int) -> float:
+        """Return the processor time since the process was judged, and begin anew."""
+        before_s = self._judged_s if pid == self._judged_pid else 0.0
+        self._waited_s, self._judged_pid, self._judged_s = 0.0, pid, 0.0
+        with contextlib.suppress(psutil.Error):  # it has died; the answer is an error then
+            times = psutil.Process(pid).cpu_times()
+            self._judged_s = times.user + times.system
+        return self._judged_s - before_s
 
     def _count_ended(self) -> None:
         self.end_count += 1
@@ -360,7 +400,7 @@ def main() -> int:
         while True:
             question = connection.recv_bytes(MOST_QUESTION_BYTES)
             if HEAD.unpack_from(question)[1]:
-                take_idle_time()
+                run_when_idle()
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
             began_at = time.thread_time()
             answer = reply_to(grammars, question)

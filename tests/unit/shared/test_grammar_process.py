@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -330,7 +331,7 @@ def test_grammar_that_only_the_cache_keeps_goes_first(small: SequenceMatchers) -
 
 
 def test_grammar_that_ended_for_its_memory_is_counted(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.jail, "ask", lambda question, timeout_s: SPENT.pack(0.0) + ENDED + b"it takes 2 MiB")
+    monkeypatch.setattr(process.jail, "ask", lambda question, is_starved: SPENT.pack(0.0) + ENDED + b"it takes 2 MiB")
     with pytest.raises(GrammarEndedError, match="it takes 2 MiB"):
         process.masks(1, PATTERN, tokens())
     assert process.end_count == 1
@@ -338,47 +339,90 @@ def test_grammar_that_ended_for_its_memory_is_counted(process: GrammarProcess, m
 
 def test_process_has_a_low_priority(process: GrammarProcess) -> None:
     process.check(PATTERN)
-    process.check(PATTERN)
     pid = process.jail.pid
-    assert pid is not None and os.getpriority(os.PRIO_PROCESS, pid) >= jail.NICE
-    assert os.sched_getscheduler(pid) == os.SCHED_OTHER
+    assert pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + jail.NICE)
+    assert not jail.runs_when_idle(pid)
     assert os.getsid(pid) == os.getsid(0), "priorities count within a session"
 
 
-def policy(process: GrammarProcess) -> int:
-    """Return the scheduling policy of a process."""
-    assert process.jail.pid is not None
-    return os.sched_getscheduler(process.jail.pid)
+def runs_when_idle(process: GrammarProcess) -> bool:
+    return process.jail.pid is not None and jail.runs_when_idle(process.jail.pid)
 
 
-def test_process_takes_idle_time_once_it_has_begun(model: Path) -> None:
-    process = GrammarProcess(model, VOCAB, idle_s=60.0)
-    outputs: list[int] = []
-    walk(process, 1, outputs, 1)
-    assert policy(process) == os.SCHED_OTHER, "it read its tokenizer"
-    walk(process, 1, outputs, 1)
-    assert policy(process) == os.SCHED_IDLE
-    process.close()
+@pytest.fixture
+def in_idle_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarProcess]:
+    """A process that has had its first question. It never starves by itself."""
+    monkeypatch.setattr(grammar_process, "WAKE_S", 1e9)
+    made = GrammarProcess(model, VOCAB, in_idle_time=True)
+    made.masks(1, PATTERN, tokens())
+    yield made
+    made.close()
 
 
-def test_question_without_idle_time_begins_anew_at_a_low_priority(
-    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+LINUX = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="there is no idle policy here")
+
+
+@LINUX
+def test_process_runs_in_idle_time_once_it_has_begun(in_idle_time: GrammarProcess) -> None:
+    assert not runs_when_idle(in_idle_time), "it read its tokenizer"
+    walk(in_idle_time, 1, [], 2)
+    assert runs_when_idle(in_idle_time)
+
+
+@LINUX
+def test_question_that_gets_no_time_begins_anew_at_a_low_priority(
+    model: Path, in_idle_time: GrammarProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stopped process stands for one that gets no time beside others."""
-    monkeypatch.setattr(grammar_process, "STARVED_FOR_S", 3600.0)
-    process = GrammarProcess(model, VOCAB, idle_s=0.1)
     outputs: list[int] = []
-    walk(process, 1, outputs, 1)
-    starved = process.jail.pid
+    walk(in_idle_time, 1, outputs, 2)
+    starved = in_idle_time.jail.pid
     assert starved is not None
     os.kill(starved, signal.SIGSTOP)
-    masks = walk(process, 1, outputs, 4)
-    assert process.jail.pid != starved and "no idle time" in caplog.text
-    assert policy(process) == os.SCHED_OTHER
+    monkeypatch.setattr(grammar_process, "WAKE_S", 0.02)
+    masks = walk(in_idle_time, 1, outputs, 2)
+    assert in_idle_time.jail.pid != starved and "too little idle time" in caplog.text
+    assert not runs_when_idle(in_idle_time)
     matcher = Grammars(model, VOCAB).matcher(PATTERN)
-    matcher.consume_token(outputs[0])
+    matcher.consume_tokens(outputs[:2])
     assert masks[0] == allowed(matcher.compute_bitmask())
-    process.close()
+
+
+@LINUX
+@pytest.mark.parametrize("starved_for_s", [3600.0, 0.0])
+def test_short_questions_that_wait_long_are_counted_together(
+    in_idle_time: GrammarProcess, starved_for_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these counts as one that has waited for a minute."""
+    outputs: list[int] = []
+    monkeypatch.setattr(grammar_process, "STARVED_FOR_S", starved_for_s)
+    monkeypatch.setattr(grammar_process, "WAKE_S", -60.0)
+    before = in_idle_time.jail.pid
+    walk(in_idle_time, 1, outputs, 3)
+    assert in_idle_time.jail.pid != before
+    monkeypatch.setattr(grammar_process, "WAKE_S", 1e9)
+    walk(in_idle_time, 1, outputs, 2)
+    assert runs_when_idle(in_idle_time) == (starved_for_s == 0)
+
+
+@LINUX
+def test_question_that_ends_its_process_in_idle_time_is_not_asked_again(
+    in_idle_time: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk(in_idle_time, 1, [], 2)
+    pid = in_idle_time.jail.pid
+    assert pid is not None
+
+    def end() -> None:
+        os.kill(pid, signal.SIGPROF)  # as for too much processor time
+        os.kill(pid, signal.SIGCONT)
+
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.1, end).start()
+    with pytest.raises(GrammarEndedError, match="processor time"):
+        in_idle_time.masks(1, PATTERN, tokens())
+    assert in_idle_time.end_count == 1
 
 
 def test_processor_time_of_a_short_question_is_counted(process: GrammarProcess) -> None:
