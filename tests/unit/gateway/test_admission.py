@@ -214,13 +214,16 @@ def test_answers_that_are_read_again_are_bounded_for_a_tenant_and_for_all() -> N
     with pytest.raises(ApiError):
         rereads.hold(other, 1, of_request=5000 - 1)
     big()
-    for caller in (one, other):
+    third = Caller("third", has_others=True)
+    for caller, share in ((one, 500), (other, 250), (third, 126)):  # each has half of what is left
         rereads.hold(caller, 100)
-        rereads.hold(caller, 399)
+        rereads.hold(caller, share - 101)
         with pytest.raises(ApiError) as refused:
             rereads.hold(caller, 2)
         assert refused.value.status == 429
-    rereads.hold(alone, 2)()  # without keys of others there is one bound
+    rereads.hold(alone, 127)()  # without keys of others there is one bound
+    with pytest.raises(ApiError):
+        rereads.hold(alone, 128)
 
 
 async def test_conversation_counts_in_the_backlog() -> None:
