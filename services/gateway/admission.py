@@ -551,12 +551,14 @@ class HeldBytes:
     def hold(self, caller: Caller, size_bytes: int, of_request: int = 0) -> Callable[[], None]:
         """Count bytes of a request until what is returned is called. One request alone always has room.
 
-        of_request: bytes that are held for the same request. One tenant may hold half of what the others leave: two
-        together three quarters, so that the next one has room. Raise ApiError(429, 503).
+        of_request: bytes that are held for the same request, which goes on within half of all. A new one of a tenant
+        that holds some may bring it to half of what the other tenants leave: two hold three quarters, and a third has
+        room. Raise ApiError(429, 503).
         """
         tenant, held_bytes, of_all = caller.tenant, self._bytes_of[caller.tenant], self.held_bytes
-        tenant_bytes = max(0, self.most_bytes - (of_all - held_bytes)) // 2
-        if caller.has_others and held_bytes > of_request and held_bytes + size_bytes > tenant_bytes:
+        of_others = 0 if of_request else of_all - held_bytes
+        tenant_bytes = (self.most_bytes - of_others) // 2
+        if caller.has_others and held_bytes > of_request and 0 <= tenant_bytes < held_bytes + size_bytes:
             text = f"{self._kind}: too many bytes of this tenant are held (limit {tenant_bytes})"
             raise ApiError(429, f"{text}; {self._remedy}", code=self._code, retry_after_s=1)
         if of_all > of_request and of_all + size_bytes > self.most_bytes:

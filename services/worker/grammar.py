@@ -4,8 +4,8 @@ A process of low priority compiles grammars and computes masks (shared/text/gram
 time nor Python's lock holds up a step. Masks are ordered as soon as the host knows the token before them: when the
 sequence enters, with the outputs that it came with, or when the step that samples begins, with those behind its drafts.
 Tenants take turns, and the sequences of each tenant. No question is interrupted for another, so a second process serves
-tenants with costly ones, if other tenants are there. It runs in idle time: a turn of some milliseconds would hold up a
-step.
+tenants with costly ones, if other tenants are there. It runs in idle time while there is enough: a turn of some
+milliseconds would hold up a step.
 
 A row without its mask by the time of sampling is late: it sits the step out and is planned again, while the others go
 on. Until its mask is there, later steps leave the row out before they compute it.
@@ -103,7 +103,7 @@ class Lane:
     def __init__(
         self, model: Path, vocab: int, in_idle_time: bool, answered: Callable[[Question, bool], object]
     ) -> None:
-        """in_idle_time: as of GrammarProcess. answered: called with each question once its mask is there, and with
+        """in_idle_time: see GrammarProcess. answered: called with each question once its mask is there, and with
         whether the mask was costly.
         """
         self.process = GrammarProcess(model, vocab, MEMORY_BYTES, in_idle_time)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
-LOOK_S = 0.5
+LOOK_S = 0.25
 
 
 class JailError(Exception):
@@ -39,7 +39,7 @@ class JailError(Exception):
 
 
 class StarvedError(JailError):
-    """The process was ended, as others left it no processor time for a question."""
+    """The process was ended, as other processes left it no processor time for a question."""
 
 
 class Jail:
@@ -85,7 +85,7 @@ class Jail:
                     _set_timeout(connection, timeout_s)
                 connection.send_bytes(payload)
                 if is_starved is not None:
-                    self._look(connection, is_starved)
+                    self._look(connection, is_starved, timeout_s or self._timeout_s)
                 return connection.recv_bytes(self._answer_bytes)
             except (EOFError, ConnectionError) as error:
                 self._end()
@@ -95,17 +95,27 @@ class Jail:
                 self._end()
                 raise JailError(f"gave no answer: {error}") from error
 
-    def _look(self, connection: Connection, is_starved: Callable[[], bool]) -> None:
+    def _look(self, connection: Connection, is_starved: Callable[[], bool], timeout_s: float) -> None:
         """Wait for the answer. Raise StarvedError, TimeoutError."""
-        end_at = time.monotonic() + self._timeout_s
+        end_at = time.monotonic() + timeout_s
         while True:
             if is_starved():
-                self._end()
+                self._leave()
                 raise StarvedError("got no processor time")
             if connection.poll(LOOK_S):
                 return
             if time.monotonic() > end_at:
                 raise TimeoutError("none in time")
+
+    def _leave(self) -> None:
+        """End the process and do not wait for that, as it gets no processor time to end either."""
+        process, connection = self._process, self.connection
+        self._process = self.connection = None
+        self._end.detach()
+        if process is not None and connection is not None:
+            connection.close()
+            process.kill()
+            threading.Thread(target=process.wait, name="reaper", daemon=True).start()
 
     def close(self) -> None:
         """End the process; a question that it works at fails."""
@@ -182,9 +192,10 @@ def yield_to_others() -> None:
 
 
 def run_when_idle() -> None:
-    """Let this process run, for good, in what idle time a core has. It stops when another process wakes up there.
+    """Give this process the idle policy (sched(7)), which cannot be taken back.
 
-    The priority of `yield_to_others` alone lets it finish a turn of some milliseconds first.
+    It stops when another process wakes up on its core. With a low priority alone it would finish a turn of some
+    milliseconds first.
     """
     if hasattr(os, "SCHED_IDLE"):
         with contextlib.suppress(OSError):
@@ -192,7 +203,7 @@ def run_when_idle() -> None:
 
 
 def runs_when_idle(pid: int) -> bool:
-    """Return whether a process of ours does."""
+    """Return whether a process has the idle policy."""
     try:
         return os.sched_getscheduler(pid) == os.SCHED_IDLE
     except (OSError, AttributeError):

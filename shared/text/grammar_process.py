@@ -1,4 +1,4 @@
-"""Compile and follow grammars in a process of low priority (shared/processes/jail.py): both ends.
+"""Compile and follow grammars in a process of low priority or in idle time (shared/processes/jail.py): both ends.
 
 llguidance's fuel decides which grammars can be used, the same on any machine (shared/text/grammars.py). It counts
 neither every comparison nor every byte, so processor time and memory of one question are bounded as well: a question
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import signal
 import struct
 import sys
@@ -45,12 +46,13 @@ QUESTION_S = 2.0
 """Processor time of one question. What the fuel allows takes a tenth of it, so it decides only where the fuel fails."""
 PATIENCE = 15
 """An answer may take so many times its processor time: the process gets what others leave."""
-JUDGED_S, WAKE_S = 0.5, 0.02
-"""A process in idle time is judged whenever its questions have waited so long, without WAKE_S of each. It starves
-where they wait for more than PATIENCE times their processor time.
+JUDGE_AFTER_S, WAKE_S = 1.0, 0.02
+"""The processor time of a process in idle time is compared with the wait of its questions each time that this reaches
+JUDGE_AFTER_S; the first WAKE_S of a question do not count. The process starves where the wait is longer than PATIENCE
+times the processor time.
 """
-STARVED_FOR_S = 60.0
-"""A process that starved has a low priority instead of idle time for so long."""
+STARVED_FOR_S, MOST_STARVED_FOR_S = 60.0, 3600.0
+"""Then another one has a low priority for so long, and twice as long each time that idle time is too short again."""
 MEMORY_BYTES = 1 << 30
 """Of the process. The grammars that it keeps may take KEPT_SHARE of that, so that there is room for one question."""
 KEPT_SHARE = 0.5
@@ -80,13 +82,14 @@ class GrammarProcess:
         self, model: Path, vocab_size: int, memory_bytes: int = MEMORY_BYTES, in_idle_time: bool = False
     ) -> None:
         """in_idle_time: compute in the idle time of the cores while there is enough of it; else at a low priority."""
-        limits = {"seconds": QUESTION_S, "bytes": memory_bytes}
+        limits = {"seconds": QUESTION_S, "bytes": memory_bytes, "yields_first": in_idle_time}
         first = json.dumps({"model": str(model.resolve()), "vocab": vocab_size, **limits}).encode()
         self._memory_bytes = memory_bytes
         self._in_idle_time = in_idle_time
         self._starved_until = 0.0
-        self._judged_pid, self._judged_s = 0, 0.0  # and its processor time then
-        self._asked_at, self._waited_s = 0.0, 0.0  # the last question, and how long those before it waited since then
+        self._starvations = 0  # one after the other
+        self._judged_pid, self._judged_cpu_s = 0, 0.0  # the process that was judged last, its processor time then
+        self._waited_s, self._waits_since = 0.0, 0.0  # wait of the questions since then, without that of the last one
         self.end_count = 0
         """Sequences and grammars that took too much processor time or memory."""
         self.spent_s = 0.0
@@ -153,7 +156,7 @@ class GrammarProcess:
 
         def ask(when_idle: bool) -> bytes:
             question = HEAD.pack(kind, when_idle, key, *counts) + rest
-            return self.jail.ask(question, is_starved=self._is_starved if when_idle else None)
+            return self.jail.ask(question, is_starved=self._is_starved) if when_idle else self.jail.ask(question)
 
         try:
             answer = self._ask_when_idle(ask) if self._in_idle_time else ask(False)
@@ -166,18 +169,20 @@ class GrammarProcess:
         return answer[SPENT.size :]
 
     def _ask_when_idle(self, ask: Callable[[bool], bytes]) -> bytes:
-        """Return the answer to a question; it begins anew in another process where others leave this one no time."""
+        """Return the answer to a question; it begins anew in another process where this one gets no time."""
         pid = self.jail.pid
         if pid is None or time.monotonic() < self._starved_until:
             return ask(False)  # a new process has its tokenizer to read first
         if pid != self._judged_pid:
             self._judge(pid)
-        self._asked_at = time.monotonic()
+        self._waits_since = time.monotonic()
         try:
             answer = ask(True)
         except StarvedError:
-            log.warning("too little idle time for costly grammars: they have a low priority for %g s", STARVED_FOR_S)
-            self._starved_until = time.monotonic() + STARVED_FOR_S
+            for_s = min(STARVED_FOR_S * 2**self._starvations, MOST_STARVED_FOR_S)
+            log.warning("too little idle time for costly grammars: they have a low priority for %g s", for_s)
+            self._starved_until = time.monotonic() + for_s
+            self._starvations += for_s < MOST_STARVED_FOR_S
             return ask(False)
         self._waited_s = self._wait_s()
         return answer
@@ -185,23 +190,28 @@ class GrammarProcess:
     def _is_starved(self) -> bool:
         """Return whether the process has got too little idle time since it was judged."""
         waited_s, pid = self._wait_s(), self.jail.pid
-        if waited_s < JUDGED_S or pid is None:
+        if waited_s < JUDGE_AFTER_S or pid is None:
             return False
-        self._asked_at = time.monotonic()
-        return PATIENCE * self._judge(pid) < waited_s and runs_when_idle(pid)
+        self._waits_since = time.monotonic() - WAKE_S
+        if PATIENCE * self._judge(pid) >= waited_s:
+            self._starvations = 0
+            return False
+        return runs_when_idle(pid) and self.jail.pid == pid  # not one that has died meanwhile
 
     def _wait_s(self) -> float:
         """Return how long questions have waited since the process was judged."""
-        return self._waited_s + max(0.0, time.monotonic() - self._asked_at - WAKE_S)
+        return self._waited_s + max(0.0, time.monotonic() - self._waits_since - WAKE_S)
 
     def _judge(self, pid: int) -> float:
-        """Return the processor time since the process was judged, and begin anew."""
-        before_s = self._judged_s if pid == self._judged_pid else 0.0
-        self._waited_s, self._judged_pid, self._judged_s = 0.0, pid, 0.0
-        with contextlib.suppress(psutil.Error):  # it has died; the answer is an error then
+        """Return the processor time since the process was judged, and begin anew; infinity for one that has died."""
+        before_s = self._judged_cpu_s if pid == self._judged_pid else 0.0
+        self._waited_s = 0.0
+        try:
             times = psutil.Process(pid).cpu_times()
-            self._judged_s = times.user + times.system
-        return self._judged_s - before_s
+        except psutil.Error:
+            return math.inf
+        self._judged_pid, self._judged_cpu_s = pid, times.user + times.system
+        return self._judged_cpu_s - before_s
 
     def _count_ended(self) -> None:
         self.end_count += 1
@@ -394,8 +404,11 @@ def main() -> int:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process: a handler would wait for llguidance to return
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         settings = json.loads(connection.recv_bytes(1 << 20))
+        if settings["yields_first"]:  # no step waits for its tokenizer
+            yield_to_others()
         grammars = SequenceMatchers(_open(settings), int(KEPT_SHARE * settings["bytes"]))
-        yield_to_others()
+        if not settings["yields_first"]:
+            yield_to_others()
         confine(settings["bytes"])
         while True:
             question = connection.recv_bytes(MOST_QUESTION_BYTES)

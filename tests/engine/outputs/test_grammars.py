@@ -28,6 +28,7 @@ from services.worker.engine import Engine
 from services.worker.grammar import Lane, Question
 from services.worker.slots import Chunks
 from shared.processes.jail import runs_when_idle
+from shared.text import grammar_process
 from shared.text.grammars import NOT_FOLLOWED
 from shared.wire.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine, tokens_of
@@ -495,6 +496,7 @@ def test_tenant_comes_back_from_the_second_process(model: Path, monkeypatch: pyt
     monkeypatch.setattr(grammar_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(grammar_module, "COSTLY_MASK_S", 0.0)  # any mask is costly
     monkeypatch.setattr(grammar_module, "TOGETHER_S", 60.0)
+    monkeypatch.setattr(grammar_process, "WAKE_S", 1e9)  # no process starves
     engine = make_engine(model)
     driver = Driver(engine)
     for tenant in (1, 2):

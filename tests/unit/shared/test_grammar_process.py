@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -331,7 +330,7 @@ def test_grammar_that_only_the_cache_keeps_goes_first(small: SequenceMatchers) -
 
 
 def test_grammar_that_ended_for_its_memory_is_counted(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.jail, "ask", lambda question, is_starved: SPENT.pack(0.0) + ENDED + b"it takes 2 MiB")
+    monkeypatch.setattr(process.jail, "ask", lambda question: SPENT.pack(0.0) + ENDED + b"it takes 2 MiB")
     with pytest.raises(GrammarEndedError, match="it takes 2 MiB"):
         process.masks(1, PATTERN, tokens())
     assert process.end_count == 1
@@ -390,20 +389,24 @@ def test_question_that_gets_no_time_begins_anew_at_a_low_priority(
 
 
 @LINUX
-@pytest.mark.parametrize("starved_for_s", [3600.0, 0.0])
+@pytest.mark.parametrize("starved_for_s", [3600.0, 0.001])
 def test_short_questions_that_wait_long_are_counted_together(
-    in_idle_time: GrammarProcess, starved_for_s: float, monkeypatch: pytest.MonkeyPatch
+    in_idle_time: GrammarProcess,
+    starved_for_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each of these counts as one that has waited for a minute."""
     outputs: list[int] = []
     monkeypatch.setattr(grammar_process, "STARVED_FOR_S", starved_for_s)
     monkeypatch.setattr(grammar_process, "WAKE_S", -60.0)
     before = in_idle_time.jail.pid
-    walk(in_idle_time, 1, outputs, 3)
-    assert in_idle_time.jail.pid != before
+    walk(in_idle_time, 1, outputs, 6)
+    assert in_idle_time.jail.pid != before and f"for {starved_for_s:g} s" in caplog.text
+    assert ("for 0.002 s" in caplog.text) == (starved_for_s < 1), "twice as long for the second time"
     monkeypatch.setattr(grammar_process, "WAKE_S", 1e9)
     walk(in_idle_time, 1, outputs, 2)
-    assert runs_when_idle(in_idle_time) == (starved_for_s == 0)
+    assert runs_when_idle(in_idle_time) == (starved_for_s < 1)
 
 
 @LINUX
@@ -411,15 +414,17 @@ def test_question_that_ends_its_process_in_idle_time_is_not_asked_again(
     in_idle_time: GrammarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walk(in_idle_time, 1, [], 2)
-    pid = in_idle_time.jail.pid
+    pid, ask = in_idle_time.jail.pid, in_idle_time.jail.ask
     assert pid is not None
 
-    def end() -> None:
+    def end() -> bool:
+        """Be called with the question."""
         os.kill(pid, signal.SIGPROF)  # as for too much processor time
         os.kill(pid, signal.SIGCONT)
+        return False
 
     os.kill(pid, signal.SIGSTOP)
-    threading.Timer(0.1, end).start()
+    monkeypatch.setattr(in_idle_time.jail, "ask", lambda question, is_starved: ask(question, is_starved=end))
     with pytest.raises(GrammarEndedError, match="processor time"):
         in_idle_time.masks(1, PATTERN, tokens())
     assert in_idle_time.end_count == 1
