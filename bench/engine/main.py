@@ -45,16 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("orcinus bench engine", __doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="Hugging Face model directory")
     parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="as of a worker"
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="as the worker's option"
     )
     parser.add_argument(
-        "--kernels", choices=("auto", "cpu", "reference", *ON_A_DEVICE), default="auto", help="likewise"
+        "--kernels", choices=("auto", "cpu", "reference", *ON_A_DEVICE), default="auto", help="as the worker's option"
     )
-    parser.add_argument("--quantize", choices=tuple(METHODS), default="none", help="likewise")
-    parser.add_argument("--kv-dtype", choices=("auto", *MOST_CODE), default="auto", help="likewise")
-    parser.add_argument("--deterministic", action="store_true", help="use our matrix kernels, whichever are faster")
-    parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto", help="likewise")
-    parser.add_argument("--threads", type=int, default=0, help="0: every core")
+    parser.add_argument("--quantize", choices=tuple(METHODS), default="none", help="as the worker's option")
+    parser.add_argument("--kv-dtype", choices=("auto", *MOST_CODE), default="auto", help="as the worker's option")
+    parser.add_argument("--deterministic", action="store_true", help="as the worker's option")
+    parser.add_argument(
+        "--load-format", choices=("auto", "safetensors", "dummy"), default="auto", help="as the worker's option"
+    )
+    parser.add_argument("--threads", type=int, default=0, help="0 means every core")
     parser.add_argument("--cases", type=_cases, default=CASES, help="some of " + ",".join(c.name for c in CASES))
     parser.add_argument("--steps", type=int, default=60, help="iterations of a case; the median is given")
     parser.add_argument("--profile", action="store_true", help="where an iteration's time goes, operation by operation")

@@ -54,7 +54,7 @@ def parser() -> Parser:
     add("--rate", type=float, default=16.0, metavar="R", help="requests a second and replica, on average")
     add("--trace", type=Path, default=CHAT, help="CSV of lengths, drawn with repetition (default: the chat trace)")
     add("--prompt-tokens", type=Lengths.parse, metavar="L", help="lengths instead: N, LOW:HIGH or lognormal:MEAN:SIGMA")
-    add("--output-tokens", type=Lengths.parse, metavar="L", help="likewise")
+    add("--output-tokens", type=Lengths.parse, metavar="L", help="as --prompt-tokens")
     add("--prefix-groups", type=int, default=0, metavar="N", help="so many shared beginnings of prompts")
     add("--prefix-tokens", type=int, default=512, metavar="N", help="of each, before the prompt")
     add("--prefix-skew", type=float, default=0.0, metavar="A", help="popularity of the i-th is 1/i^A; 0: all alike")

@@ -60,7 +60,7 @@ def free_port() -> int:
 
 @functools.cache
 def _claims() -> BinaryIO:
-    """The file whose bytes stand for ports; it stays open, as closing it would give up the locks."""
+    """The file of bytes that stand for ports; it stays open, as closing it would give up the locks."""
     return (Path(tempfile.gettempdir()) / f"orcinus-test-ports-{os.getuid()}.lock").open("ab")
 
 

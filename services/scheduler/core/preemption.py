@@ -117,8 +117,9 @@ class Preempter:
         replica.beneficiary = sequence
 
     def for_adapter(self, step: StepBuilder, sequence: Sequence, now_ns: int, out: OutcomeBuilder) -> None:
-        """Preempt the rows of one adapter, all of lower classes, for the first of the waiting, of class <= high, whose
-        adapter gets no number before. They are those of the lowest class with the least work lost."""
+        """Preempt the rows of one adapter, all of lower classes, for the first waiting sequence of class <= high with
+        an adapter that gets no number before. They are those of the lowest class with the least work lost.
+        """
         replica, table = step.replica, step.replica.table
         victims = set(self._victims(replica, max(sequence.priority + 1, Priority.NORMAL)).tolist())
         found = [rows for rows in replica.adapters.rows() if len(rows) <= MAX_VICTIMS and victims.issuperset(rows)]

@@ -90,7 +90,7 @@ def parser() -> SimulateParser:
     )
     add("--at-once", action="store_true", help="all requests arrive at the start")
     add("--prompt-tokens", type=lengths, metavar="P", help="N, LOW:HIGH or lognormal:MEAN:SIGMA; replaces the trace's")
-    add("--output-tokens", type=lengths, metavar="O", help="likewise")
+    add("--output-tokens", type=lengths, metavar="O", help="as --prompt-tokens")
     add(
         "--max-tokens",
         type=max_tokens,
@@ -101,8 +101,8 @@ def parser() -> SimulateParser:
     add("--classes", type=classes, default={}, metavar="NAME:SHARE,..", help="such as realtime:0.1,normal:0.9")
     add("--tenants", type=tenants, default=(), metavar="X,Y", help="shares of the requests, such as 7,1,1,1")
     add("--ttft-slo-ms", type=by_class, default={}, metavar="MS", help="limit of every request, or NAME:MS,.. by class")
-    add("--tbt-slo-ms", type=by_class, default={}, metavar="MS", help="likewise")
-    add("--deadline-ms", type=by_class, default={}, metavar="MS", help="likewise; a request that is not done then ends")
+    add("--tbt-slo-ms", type=by_class, default={}, metavar="MS", help="as --ttft-slo-ms")
+    add("--deadline-ms", type=by_class, default={}, metavar="MS", help="as --ttft-slo-ms; a late request ends")
     add(
         "--prefix-groups",
         type=integer(0, MOST_REQUESTS),

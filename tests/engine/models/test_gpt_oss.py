@@ -49,7 +49,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def test_mxfp4_weights_are_those_that_transformers_unpacks(reference: Reference) -> None:
-    """A rank's rows and columns too, whose gates come before what is beside them."""
+    """A rank's rows and columns, too; its gates come before what is beside them."""
     source, method = Checkpoint(reference.path), method_of("none", load_config(reference.path).stored)
     tensors = load_file(reference.path / "model.safetensors")
     for part, outputs, inputs in (("gate_up_proj", 128, 96), ("down_proj", 96, 64)):

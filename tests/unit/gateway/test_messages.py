@@ -160,13 +160,13 @@ async def test_answer_of_an_error_has_the_shape_of_the_path(status: int, kind: s
 
 
 def request(**changes: Any) -> GenerationSpec:
-    """Return a request whose text has thinking and calls of tools."""
+    """Return a request for a text with thinking and calls of tools."""
     given: dict[str, Any] = {"id": "msg_1", "endpoint": "chat", "prompt_tokens": 9, "reasoning": THINKING}
     return spec(**given | {"tools": ToolUse("hermes", ("add",), True)} | changes)
 
 
 def told(made: GenerationSpec, pieces: list[list[int]], had: str = "", finish: int = Finish.STOP) -> list[sse.Event]:
-    """Return the events of a stream whose rows came in these pieces, behind the event `had`."""
+    """Return the events of a stream with rows in these pieces, behind the event `had`."""
     sent = in_rows(pieces, finish)
     sent[0][0].cached_tokens = 4
     return streamed(made, sent, had=had, writer_of=MessageEvents)

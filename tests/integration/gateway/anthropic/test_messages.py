@@ -54,7 +54,7 @@ def led(
 
 @pytest.fixture
 def claude(led: tuple[GatewayProcess, ScriptedScheduler]) -> Iterator[GatewayProcess]:
-    """A gateway whose model thinks, speaks and calls a tool."""
+    """A gateway of a model that thinks, speaks and calls a tool."""
     gateway, scheduler = led
     with answering(scheduler, lambda _: token_ids(SAID), STOP):
         yield gateway
