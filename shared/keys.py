@@ -13,6 +13,8 @@ from functools import lru_cache
 
 CLASSES = ("realtime", "high", "normal", "low")
 EPOCHS = 1 << 40  # bound of an epoch: it is at least Redis's clock in hundredths of a second
+COUNTED_EPOCHS = 3 << 38  # a counter from here on was not written by a service and begins anew (lib.lua)
+BELIEVED_EPOCHS = COUNTED_EPOCHS - (1 << 30)  # a worker that claims one from here on does not raise the counter
 GROUP = "schedulers"
 
 ALL_MODELS = "orcinus:{ALL}:"

@@ -52,12 +52,13 @@ end
 
 -- Returns the next epoch, as text: above the counter, at least `least`, and at least Redis's clock in hundredths of a
 -- second. By the clock a Redis that lost its last writes, or all, never repeats an epoch that a service has seen. A counter
--- that no service wrote begins anew: epochs are below 2^40.
+-- that no service wrote begins anew long before the bound of epochs, 2^40, behind which workers would refuse every Run.
+local COUNTED_EPOCHS = 824633720832  -- 3 * 2^38, as in keys.py
 local function next_epoch(counter, least)
   local time = redis.call('TIME')
   local now = 100 * time[1] + math.floor(time[2] / 10000)
   local counted = redis.pcall('INCR', counter)
-  if type(counted) == 'table' or counted >= 1099511627776 then counted = 1 end
+  if type(counted) == 'table' or counted >= COUNTED_EPOCHS then counted = 1 end
   local epoch = string.format('%.0f', math.max(counted, now, least))
   redis.call('SET', counter, epoch)
   return epoch

@@ -78,7 +78,7 @@ class Admission:
         self._preempter.early(step, head, step.now_ns, out)
 
     def make_room(self, step: StepBuilder, out: OutcomeBuilder) -> None:
-        """Preempt running sequences for an urgent head that was refused, or has an adapter that the running ones keep out.
+        """Preempt running sequences for an urgent head that was refused, or that has an adapter which they keep out.
 
         Called before any row is scheduled.
         """

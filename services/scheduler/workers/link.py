@@ -22,6 +22,7 @@ from services.scheduler.workers.registry import Registration
 from services.scheduler.workers.run_call import RunCall
 from services.scheduler.workers.wire import limits_from_wire
 from shared.errors import ProtocolError
+from shared.keys import BELIEVED_EPOCHS
 from shared.security.channels import aio_channel, channel_credentials
 from shared.settings import SchedulerSettings
 from shared.wire import handshake
@@ -92,6 +93,11 @@ class WorkerLink:
         """
         self.info = await self._stub.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_S)
         check_info(self.info, self._model)
+        if self.info.highest_epoch > max(self.epoch, BELIEVED_EPOCHS):
+            raise ContractError(
+                f"highest_epoch: {self.info.highest_epoch} is far beyond Redis's clock, and the next Run would have to "
+                "follow it; restart the worker"
+            )
         if self.info.highest_epoch > self.epoch:
             raise StaleEpochError(
                 f"epoch {self.epoch} is older than {self.info.highest_epoch}, which the worker has seen"

@@ -15,7 +15,7 @@ from services.scheduler.requests.intake import Entry
 from services.scheduler.requests.publisher import Publisher
 from shared import redis_client
 from shared.errors import LeaseLostError
-from shared.keys import EPOCHS, GROUP
+from shared.keys import COUNTED_EPOCHS, EPOCHS, GROUP
 from shared.lease import Lease
 from shared.redis_client import KEPT_TTL_MS, Scripts
 from shared.wire.columns import pack
@@ -243,7 +243,9 @@ async def test_shard_has_one_holder_where_redis_gives_an_epoch_twice(client: Any
     assert await client.get(KEYS.policy(SHARD)) == b"second"
 
 
-@pytest.mark.parametrize("counted", ["much", "1.5", "-7", str(EPOCHS - 1), str((1 << 63) - 1)])
+@pytest.mark.parametrize(
+    "counted", ["much", "1.5", "-7", str(COUNTED_EPOCHS), str(EPOCHS - 3), str(EPOCHS - 1), str((1 << 63) - 1)]
+)
 async def test_counter_of_epochs_that_no_service_wrote_begins_anew(client: Any, scripts: Scripts, counted: str) -> None:
     await client.set(KEYS.epoch, counted)
     held = Lease(scripts, KEYS, SHARD, 5000)

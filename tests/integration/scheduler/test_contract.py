@@ -21,6 +21,7 @@ from protos import queue_pb2, worker_pb2
 from services.scheduler.core.types import Finish, NewRequest
 from services.scheduler.workers.contract import ContractError, check_info, check_same
 from services.scheduler.workers.fleet import AVOID_S
+from shared.keys import EPOCHS
 from shared.settings import SchedulerSettings
 from shared.tasks import end
 from shared.text.logprobs import record_bytes
@@ -501,6 +502,18 @@ async def test_epoch_that_one_worker_has_seen_outlasts_runs_of_others() -> None:
         await wait_until(lambda: bool(shard.fleet.loops))
         assert shard.registry.least_epochs == {"high": 5001}
         await end(serving_now)
+
+
+async def test_epoch_near_the_bound_is_not_taken_over() -> None:
+    """Else the counter would follow it, and soon give epochs that every other worker refuses."""
+    shard = Shard(SETTINGS)
+    claimed = ScriptedWorker(described(highest_epoch=EPOCHS - 3)), ScriptedWorker(described(highest_epoch=1 << 39))
+    async with serving(*claimed) as (near, high):
+        await shard.fleet.serve(replace(near, identity="near"))
+        await shard.fleet.serve(replace(high, identity="high"))
+    (event,) = shard.events
+    assert event[0] == "worker_refused" and event[1].startswith("highest_epoch: 1099511627773 is far beyond Redis's")
+    assert shard.registry.least_epochs == {"high": (1 << 39) + 1}
 
 
 async def test_epoch_beyond_all_bounds_is_refused_with_an_event() -> None:
