@@ -205,6 +205,12 @@ def slow_client(max_rows: int) -> ApiError:
     )
 
 
+def other_tokens() -> ApiError:
+    """Return the 500 for tokens that Redis lost and that came out otherwise when they were computed again."""
+    text = "tokens in Redis: lost, and others came when they were computed again; send the request again"
+    return ApiError(500, text, code="record_lost")
+
+
 def broken_record() -> ApiError:
     """Return the error of a request with a record in Redis that is not whole or cannot be read."""
     return ApiError(500, "request record in Redis: not whole; send the request again", code="record_lost")

@@ -42,6 +42,7 @@ from services.gateway.errors import (
     ApiError,
     broken_record,
     interruption_error,
+    other_tokens,
     redis_silent,
     slow_client,
     taken_over,
@@ -769,6 +770,9 @@ class Dispatcher:
         elif outcome is Offer.GAP:
             stream.put_aside(row, first)
             self._refill(stream)
+        elif outcome is Offer.OTHER_TOKENS:
+            stream.fail(error := other_tokens(), is_cut=True)
+            self.close(stream, error.message)
         elif outcome is Offer.OVERFLOW:
             self._metrics.slow_clients.inc()
             error = slow_client(stream.max_rows)

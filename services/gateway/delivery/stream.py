@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import re
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -100,6 +101,7 @@ class Offer(Enum):
     LATE = auto()  # the choice has ended
     GAP = auto()
     OVERFLOW = auto()
+    OTHER_TOKENS = auto()  # than those that came before in their places
 
 
 @dataclass(slots=True)
@@ -142,6 +144,7 @@ class RequestStream:
     rejected_drafts: int = 0
     cached_tokens: dict[int, int] = field(default_factory=dict)  # choice -> prompt tokens that the prefix cache had
     received_tokens: list[int] = field(init=False)
+    _ids: list[array[int]] = field(init=False)  # these tokens
     choice_has_ended: list[bool] = field(init=False)
     allowance: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
     failure: ApiError | None = None
@@ -160,6 +163,7 @@ class RequestStream:
 
     def __post_init__(self) -> None:
         self.received_tokens = [0] * self.choices
+        self._ids = [array("i") for _ in range(self.choices)]
         self.choice_has_ended = [False] * self.choices
 
     @property
@@ -184,6 +188,8 @@ class RequestStream:
             return Offer.GAP
         late = max(0, have - first)
         tokens = row.tokens[late:] if late else row.tokens
+        if late and row.tokens[:late] != self._ids[choice][first : first + len(row.tokens)].tolist():
+            return Offer.OTHER_TOKENS
         if not tokens and not row.finish:
             return Offer.DUPLICATE
         if self.max_rows and len(self._rows) >= self.max_rows:
@@ -195,6 +201,7 @@ class RequestStream:
         if row.cached_tokens:
             self.cached_tokens[choice] = row.cached_tokens
         self.received_tokens[choice] = have + len(tokens)
+        self._ids[choice].extend(tokens)
         self.choice_has_ended[choice] = row.finish != 0
         if late:
             row = Row(choice, tokens, row.finish, row.error, row.logprobs[late * self.record_bytes :])

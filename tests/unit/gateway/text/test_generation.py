@@ -228,6 +228,8 @@ def test_stream_takes_each_token_once() -> None:
     assert stream.offer(Row(0, [1, 2]), 0) is Offer.TAKEN
     assert stream.offer(Row(0, [1, 2]), 0) is Offer.DUPLICATE
     assert stream.offer(Row(0, [2, 3]), 1) is Offer.TAKEN
+    for first, others in ((0, [1, 9]), (1, [2, 9, 4]), (2, [9, 4, 5])):
+        assert stream.offer(Row(0, others), first) is Offer.OTHER_TOKENS
     assert stream.offer(Row(0, [9]), 5) is Offer.GAP
     assert stream.offer(Row(0, [], finish=1), 3) is Offer.TAKEN
     assert stream.offer(Row(0, [4], finish=1), 3) is Offer.LATE
