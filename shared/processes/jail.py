@@ -210,6 +210,11 @@ def runs_when_idle(pid: int) -> bool:
         return False
 
 
+def processor_time_s(pid: int) -> float:
+    """Return the processor time of the main thread of a process, as Linux counts it. Raise OSError."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
 def _set_timeout(connection: Connection, timeout_s: float) -> None:
     time_of = struct.pack("@ll", *divmod(round(1e6 * timeout_s), 1_000_000))
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as own_end:

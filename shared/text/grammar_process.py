@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
 from shared.processes.jail import (
     Jail,
@@ -31,6 +30,7 @@ from shared.processes.jail import (
     StarvedError,
     allocator,
     confine,
+    processor_time_s,
     run_when_idle,
     runs_when_idle,
     yield_to_others,
@@ -207,10 +207,9 @@ class GrammarProcess:
         before_s = self._judged_cpu_s if pid == self._judged_pid else 0.0
         self._waited_s = 0.0
         try:
-            times = psutil.Process(pid).cpu_times()
-        except psutil.Error:
+            self._judged_pid, self._judged_cpu_s = pid, processor_time_s(pid)
+        except OSError:
             return math.inf
-        self._judged_pid, self._judged_cpu_s = pid, times.user + times.system
         return self._judged_cpu_s - before_s
 
     def _count_ended(self) -> None:
