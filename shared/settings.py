@@ -214,8 +214,9 @@ class GatewaySettings(AdapterSettings):
     max_queued_bytes: int = Field(
         0,
         ge=0,
-        description="bytes that requests (prompts, schemas, conversations to store) may hold until they end; further "
-        "ones get 429, those of class low from half of it on; 0 means half of Redis's maxmemory, where it is set",
+        description="bytes of Redis that requests (prompts, schemas, conversations to store) may hold until they end, "
+        "with what stays of them for five minutes more; further ones get 429, those of class low from half of it on; 0 "
+        "means half of Redis's maxmemory, where it is set",
     )
     response_retention_s: int = Field(
         86_400,

@@ -56,8 +56,8 @@ from shared.settings import GatewaySettings
 from shared.text.logprobs import prompt_record_bytes
 
 REDIS_SHARE = 0.5
-"""Share of Redis's maxmemory that requests may hold until they end, where ORCINUS_MAX_QUEUED_BYTES is 0. The rest below
-MEMORY_MOST is for tokens, records of ended requests and what the allocator adds.
+"""Share of Redis's maxmemory that requests may hold, and what stays of them behind their ends, where
+ORCINUS_MAX_QUEUED_BYTES is 0. The rest below MEMORY_MOST is for tokens and what the allocator adds.
 """
 CONNECTIONS_SHARE = 0.9
 """Share of ORCINUS_MAX_CONNECTIONS that requests may hold; the rest is for refusals and questions."""
@@ -117,7 +117,7 @@ class Bounds:
     prompt_tokens: int
     class_tokens: int  # that may wait, of all classes together
     tenant_tokens: int  # of its tenant that may wait
-    class_bytes: int  # in Redis of requests that have not ended, of all classes together; 0 means no limit
+    class_bytes: int  # of requests in Redis, of all classes together; 0 means no limit
     tenant_bytes: int  # of its tenant
     share: float  # of the backlog, for all classes together
     tenant_share: float  # of that, for its tenant
@@ -238,8 +238,8 @@ class Bounds:
         """
         share = min(1.0, (held_bytes + size - max_bytes) / held_bytes)
         text = (
-            f"{where}: requests that have not ended, and log-probabilities, vectors and long texts of the last five "
-            f"minutes, hold {held_bytes} of at most {max_bytes} bytes in Redis; {RETRY}, or send smaller requests"
+            f"{where}: requests that have not ended, and what stays of those of the last five minutes, hold "
+            f"{held_bytes} of at most {max_bytes} bytes in Redis; {RETRY}, or send smaller requests"
         )
         if expires_ms:
             return ApiError(429, text, code=code, headers={"Retry-After": str(math.ceil(expires_ms / 1000))})

@@ -208,7 +208,9 @@ class StackCollector(Collector):
         queue = snapshot.queue if snapshot else {}
         yield gauge("queued_requests", "Requests that wait for their first step", number(queue.get("requests")))
         yield gauge("queued_tokens", "Their prompt tokens", number(queue.get("tokens")))
-        yield gauge("queued_bytes", "Bytes in Redis of requests that have not ended", number(queue.get("bytes")))
+        yield gauge(
+            "queued_bytes", "Bytes in Redis of requests, until five minutes after their end", number(queue.get("bytes"))
+        )
         yield gauge("redis_up", "1 when Redis answers", float(cluster is not None and not cluster.redis_error))
         yield gauge("redis_memory_bytes", "Memory that Redis uses", snapshot.memory_used if snapshot else 0)
         yield gauge("redis_memory_limit_bytes", "Its maxmemory; 0: none", snapshot.memory_most if snapshot else 0)

@@ -82,8 +82,10 @@ record and its tokens make other events: a state of thinking or a reader of text
 otherwise. Raise OLDEST, too, where records of before cannot be read as they were."""
 MAX_CHOICES = 65_536
 """Choices of a stored request: more than any gateway allows (--max-choices)."""
-KEPT_KEY_BYTES = 512
-"""What Redis needs for a record of log-probabilities beside its value, about: its key, and that of the tokens."""
+KEPT_KEY_BYTES = 256
+"""What Redis needs for a choice beside its tokens, and for its log-probabilities beside their figures: 200 to 260 bytes
+were measured. publish.lua counts with the same.
+"""
 FORESEEN_TOKENS = 4096
 """Of an output without a nearer limit. What there is behind the end of a request is counted then."""
 
@@ -192,11 +194,12 @@ class GenerationSpec:
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes that log-probabilities and vectors may take in Redis, until minutes after the end."""
+        """Return the bytes of choices, log-probabilities and vectors in Redis, until minutes after the end."""
         of_prompt, of_token = prompt_record_bytes(self.prompt_wanted), self.record_bytes
         prompts = sum(KEPT_KEY_BYTES + of_prompt * len(prompt) for prompt in self.prompts) if of_prompt else 0
         tokens = min(self.max_tokens, FORESEEN_TOKENS)
-        return prompts + (self.choices * (KEPT_KEY_BYTES + of_token * tokens) if of_token else 0)
+        figures = KEPT_KEY_BYTES + of_token * tokens if of_token else 0
+        return prompts + self.choices * (KEPT_KEY_BYTES + figures)
 
     @property
     def choices(self) -> int:

@@ -8,8 +8,8 @@
 --       needs to continue), id if in the background or '', bound of this tenant's waiting prompt tokens, 1 if the wait is
 --       too long for tenants that hold their even share of the queue or more, bound of the bytes of requests that have not
 --       ended or are kept behind it, bound of this tenant's (0: no bound), bytes of it that stay
---       for KEPT_MS behind its end, bytes that its gateway holds until its end, name of the grammar and its text ('', '' if
---       inside the request)
+--       for KEPT_MS behind its end beside its record, bytes that its gateway holds until its end, name of the grammar and
+--       its text ('', '' if inside the request)
 -- Returns for each request: {ok, entry id, requests and tokens that the key has left (-1: no limit)} | {duplicate, state}
 --       | {full, waiting tokens} | {tenant, its waiting tokens, waiting tenants} | {late} | {rate, retry ms, limit}
 --       | {memory, bytes used, bound in bytes} | {bytes, held bytes, bytes of this request, ms, waiting tokens}
@@ -19,7 +19,6 @@
 local queue, ttl, gateway, share = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local PER_KEYS, PER_ARGV = 4, 20
 local KEPT_MS = 300000  -- the lifetime of what is read behind the end of a request
-local LONG_DELIVERY = 8192  -- bytes from which a delivery is counted behind the end, such as one with texts to echo
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local memory_used, memory_most, kept_rows
@@ -104,7 +103,7 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   end
 
   -- First of all writes: Redis may refuse it, and then the request leaves nothing.
-  local kept = kept_bytes + (#delivery > LONG_DELIVERY and #delivery or 0)
+  local kept = RECORD_BYTES + #delivery + kept_bytes
   local fields = {r = request, id = string.sub(req, #prefix_of(queue) + #'req:' + 1), tenant = tenant, tokens = tokens, bytes = bytes,
     kept = kept, grammar = grammar}
   local entry = add_entry(queue, stream, fields, text)
@@ -138,7 +137,8 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
 end
 
 count_expired(queue, now - KEPT_MS, now + KEPT_MS)
-pcall(recount, queue, 0)  -- a queue without entries needs no scheduler for this; a key of another type keeps it from this alone
+-- A queue without entries needs no scheduler for this; a key of another type keeps it from this alone.
+pcall(recount, queue, 0, KEPT_ROWS)
 local answers = {}
 for i = 0, (#KEYS - 3) / PER_KEYS - 1 do
   local k, a = 3 + i * PER_KEYS, 3 + i * PER_ARGV

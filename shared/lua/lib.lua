@@ -82,11 +82,25 @@ local function leave_queue(queue, tokens, class, tenant)
   if count(tenants, tenant, -tokens) <= 0 then redis.call('HDEL', tenants, tenant) end
 end
 
--- Counts bytes of a tenant that stay in Redis behind the end of a request, until `count_expired`.
-local function count_kept(queue, tenant, bytes)
-  local kept = queue .. ':kept'
-  count_bytes(queue, tenant, bytes)
-  append(kept, '*', 'tenant', tenant, 'bytes', bytes)
+-- About what Redis needs for the record of a request that has ended, without its delivery.
+local RECORD_BYTES = 1536
+local SECOND_ROWS = 16  -- of one second, among which that of a tenant is looked for
+
+-- Counts bytes of a tenant that stay in Redis behind the end of a request, until `count_expired`. The requests of a tenant
+-- that end within a second of Redis's clock share a row, so that `recount` can read the rows of a busy queue.
+local function count_kept(queue, tenant, bytes, now)
+  local kept, added = queue .. ':kept', bytes
+  local second = now - now % 1000
+  local first, last = string.format('%.0f', second), string.format('%.0f', second + 999)
+  for _, row in ipairs(redis.call('XRANGE', kept, first, last, 'COUNT', SECOND_ROWS)) do
+    local fields = row[2]
+    if fields[1] == 'tenant' and fields[2] == tenant and fields[3] == 'bytes' then
+      bytes = bytes + math.max(0, whole(fields[4], 0))
+      redis.call('XDEL', kept, row[1])
+    end
+  end
+  append(kept, '*', 'tenant', tenant, 'bytes', string.format('%.0f', bytes))
+  count_bytes(queue, tenant, added)
 end
 
 local KEPT_ROWS = 256  -- that one call counts back
@@ -259,9 +273,9 @@ local function each_entry(stream, budget, visit)
 end
 
 -- Counts the queue anew, by the entries that are there: a stream or a record that was deleted leaves its counts, and no
--- service may have written them. Does nothing where there are more entries than `most`, and leaves the bytes where there
--- are more together with those of `queue:kept`. Returns 1 if a count was wrong, else 0.
-local function recount(queue, most)
+-- service may have written them. Does nothing where there are more entries than `most`, and leaves the bytes where
+-- `queue:kept` has more rows than `most_kept`, or without it than `most` leaves. Returns 1 if a count was wrong, else 0.
+local function recount(queue, most, most_kept)
   local streams, entries = {}, 0
   for _, class in ipairs({'realtime', 'high', 'normal', 'low'}) do
     streams[class] = prefix_of(queue) .. 'requests:' .. class
@@ -297,7 +311,7 @@ local function recount(queue, most)
     budget = budget - sizes[grammar]
     if budget < 0 then return 0 end
   end
-  local are_bytes_known = entries + redis.call('XLEN', queue .. ':kept') <= most
+  local are_bytes_known = redis.call('XLEN', queue .. ':kept') <= (most_kept or most - entries)
   if are_bytes_known then
     local function add_kept(_, fields) add(bytes, fields.tenant, fields.bytes) end
     are_bytes_known = each_entry(queue .. ':kept', budget, add_kept) >= 0

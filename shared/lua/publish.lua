@@ -16,7 +16,7 @@ local prefix, group, live, kept = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local give_up = ARGV[7] == '1'
-local KEY_BYTES = 512  -- about what Redis needs for a record beside its value
+local KEY_BYTES = 256  -- about what Redis needs for a choice, or a record of figures, beside its value
 local FUTURE_ROWS = 10000  -- of a stream of tokens that has ids of the future
 local short = {}
 local at = 7
@@ -82,7 +82,7 @@ local function ending(record, choice, finish, length)
   return finish, length
 end
 
-local kept_behind = {}  -- requests that ended here with bytes that stay
+local kept_behind = {}  -- requests that ended here; those of older gateways only where they have figures
 
 -- Ends a request. A record that lacks tokens is reported instead, or ends as an error.
 local function finish_request(id, stream, entry, given, prompt, lengths, failure)
@@ -166,16 +166,22 @@ for _ = 1, tonumber(arg() or 0) do
   if redis.call('HGET', key, 'state') then redis.call('HSET', key, 'numerics', numerics) end
 end
 
--- What was counted before the end was foreseen: now there is less, or more.
+-- What was counted before the end was foreseen: now there is less, or more. The tokens of `out` are not counted: workers
+-- bound them by their speed.
+local tenants, kept_bytes = {}, {}
 for _, row in ipairs(kept_behind) do
   local id, choices, tenant = row[1], row[2], row[3]
-  local have = #(redis.call('HGET', prefix .. 'req:' .. id, 'delivery') or '')
+  local have = RECORD_BYTES + #(redis.call('HGET', prefix .. 'req:' .. id, 'delivery') or '') + choices * KEY_BYTES
   for choice = 0, choices - 1 do
     for _, name in ipairs({'logprobs:', 'prompt_logprobs:'}) do
       local size = redis.pcall('STRLEN', prefix .. name .. id .. ':' .. choice)
       if type(size) == 'number' and size > 0 then have = have + size + KEY_BYTES end
     end
   end
-  if have > 0 then count_kept(KEYS[2], tenant, have) end
+  if not kept_bytes[tenant] then tenants[#tenants + 1] = tenant end
+  kept_bytes[tenant] = (kept_bytes[tenant] or 0) + have
+end
+for _, tenant in ipairs(tenants) do
+  count_kept(KEYS[2], tenant, kept_bytes[tenant], now)
 end
 return short

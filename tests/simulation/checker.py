@@ -286,10 +286,15 @@ class Checker:
         keys = self._keys
         for counter in self._data.below_zero:
             self.violation(f"{counter}: was below 0")
+        kept: Counter[bytes] = Counter()  # by tenant, behind the ends of requests
+        for _, row in self._call("XRANGE", keys.queue_kept, "-", "+"):
+            kept[row[1]] += int(row[3])
+        if (held := {tenant: int(value) for tenant, value in _pairs(self._call("HGETALL", keys.queue_bytes))}) != kept:
+            self.violation(f"{keys.queue_bytes}: {held} at the end, and {dict(kept)} are kept")
         for name, value in _pairs(self._call("HGETALL", keys.queue)):
-            if int(value) != 0:
+            if int(value) != (kept.total() if name == b"bytes" else 0):
                 self.violation(f"queue: {name.decode()} is {int(value)} at the end")
-        for key in (keys.queue_tenants, keys.queue_bytes, keys.queue_grammars, keys.dead):
+        for key in (keys.queue_tenants, keys.queue_grammars, keys.dead):
             if self._call("EXISTS", key):
                 self.violation(f"{key} is left at the end")
         for stream in keys.request_streams():

@@ -28,6 +28,9 @@ async def observe(stack: Stack) -> Rest:
         raise NotReadyError("no scheduler has written stats")
     redis, keys = stack.redis, stack.keys
     queue = {name: int(value) for name, value in (await stack.hash(keys.queue)).items()}
+    kept: Any = await redis.xrange(keys.queue_kept)  # behind the ends of requests
+    if kept:
+        queue["bytes"] = queue.get("bytes", 0) - sum(int(row[b"bytes"]) for _, row in kept)
     entries = {name: int(await redis.xlen(keys.requests(name))) for name in CLASSES}
     pending = {name: int((await redis.xpending(keys.requests(name), GROUP))["pending"]) for name in CLASSES}
     known: list[bytes] = [key async for key in redis.scan_iter(count=1000)]

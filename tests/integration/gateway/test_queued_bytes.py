@@ -10,11 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
+from services.gateway.request import KEPT_KEY_BYTES
+from shared.keys import Keys
 from tests.integration.conftest import KEY, OTHER
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway.process import GatewayProcess, led_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import CANCELLED, ERROR, LENGTH, Line, ScriptedScheduler
+
+RECORD_BYTES = 1536
+"""Of the record of a request that has ended, as in lib.lua."""
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +41,11 @@ def attacked(
     with led_gateway(tmp_path, model, redis_server, api_key_file=tmp_path / "keys") as (gateway, scheduler):
         gateway.key = KEY
         yield gateway, scheduler
+
+
+def kept_bytes(client: Any, keys: Keys) -> int:
+    """Return what is counted of requests that have ended."""
+    return sum(int(row[b"bytes"]) for _, row in client.xrange(keys.queue_kept))
 
 
 def with_schema(gateway: GatewayProcess, first: int = 0, **options: Any) -> httpx.Response:
@@ -74,7 +84,7 @@ def test_tenant_that_fills_redis_with_schemas_is_429_alone(
             scheduler.publish(line, ended=[(request_id, [line.finish], [0])])
         else:
             scheduler.serve(claimed, [50])
-    assert (client.hget(keys.queue, "bytes"), client.hgetall(keys.queue_bytes)) == (b"0", {})
+    assert int(client.hget(keys.queue, "bytes")) == kept_bytes(client, keys) < 0.05 * held, "without their schemas"
     assert with_schema(gateway).status_code == 202
     scheduler.serve(scheduler.claim(), [50])
 
@@ -93,10 +103,13 @@ def test_schema_of_many_requests_counts_once(attacked: tuple[GatewayProcess, Scr
         claimed = scheduler.claim()
         assert claimed.id == request_id
         scheduler.serve(claimed, [50])
-    assert (client.hget(keys.queue, "bytes"), client.exists(keys.queue_bytes, keys.queue_grammars)) == (b"0", 0)
+    assert int(client.hget(keys.queue, "bytes")) == kept_bytes(client, keys) < 101 * 2000
+    assert not client.exists(keys.queue_grammars)
 
 
 LOGPROBS = {"max_tokens": 100, "logprobs": 20}
+STOPS = [f"{number:02d}" + "é" * 248 for number in range(16)]
+"""Of 8 kB."""
 
 
 @pytest.mark.parametrize(
@@ -110,9 +123,13 @@ LOGPROBS = {"max_tokens": 100, "logprobs": 20}
         ),
         ("completions", {"prompt": [5], **LOGPROBS}, ("logprobs", 16_400), 60_000),
         ("embeddings", {"input": [[5]] * 40}, ("logprobs", 256), 120_000),
-        ("completions", {"prompt": ["x" * 300] * 40, "max_tokens": 1, "echo": True}, None, 120_000),
+        ("completions", {"prompt": ["x" * 300] * 40, "max_tokens": 1, "echo": True}, None, 180_000),
+        ("completions", {"prompt": [5], "max_tokens": 1, "n": 128}, None, 120_000),
+        ("completions", {"prompt": [[5]] * 128, "max_tokens": 1}, None, 120_000),
+        ("completions", {"prompt": [5], "max_tokens": 1, "stop": STOPS}, None, 40_000),
+        ("completions", {"prompt": [5], "max_tokens": 1}, None, 10_000),
     ],
-    ids=["prompt logprobs", "logprobs", "vectors", "echo"],
+    ids=["prompt logprobs", "logprobs", "vectors", "echo", "choices", "prompts", "stop", "plain"],
 )
 def test_tenant_that_fills_redis_with_what_stays_is_429_alone(
     path: str,
@@ -123,7 +140,7 @@ def test_tenant_that_fills_redis_with_what_stays_is_429_alone(
     model: Path,
     redis_server: RedisServer,
 ) -> None:
-    """Records and texts stay for five minutes behind the end of their request."""
+    """Records, choices and texts stay for five minutes behind the end of their request."""
     (tmp_path / "keys").write_text(f"{KEY}\n{OTHER}\n")
     body = {"background": True} | body
     options = {"api_key_file": tmp_path / "keys", "max_queued_bytes": most_bytes}
@@ -133,7 +150,7 @@ def test_tenant_that_fills_redis_with_what_stays_is_429_alone(
         first = gateway.post(f"/v1/{path}", body)
         assert first.status_code == 202, first.text
         claimed = scheduler.claim()
-        choices = len(claimed.prompts)
+        choices = len(claimed.prompts) * claimed.request.n
         if record is not None:
             for choice in range(choices):
                 scheduler.client.set(f"{gateway.keys.prefix}{record[0]}:{claimed.id}:{choice}", bytes(record[1]))
@@ -157,4 +174,5 @@ def test_request_that_ends_early_holds_only_the_records_that_it_got(
         line, started=[claimed.id], checkpoints=[(claimed.id, 0, 0, [50])], ended=[(claimed.id, [LENGTH], [1])]
     )
     delivery = len(scheduler.client.hget(gateway.keys.req(claimed.id), "delivery"))
-    assert int(scheduler.client.hget(gateway.keys.queue, "bytes")) == 164 + 512 + delivery
+    beside = RECORD_BYTES + 2 * KEPT_KEY_BYTES + delivery
+    assert int(scheduler.client.hget(gateway.keys.queue, "bytes")) == 164 + beside

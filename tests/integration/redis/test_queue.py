@@ -12,7 +12,7 @@ from services.gateway.request import KEPT_KEY_BYTES
 from services.scheduler.requests.intake import Clock, Intake
 from shared.keys import GROUP, grammar_name
 from shared.lease import Lease
-from shared.redis_client import KEPT_TTL_MS, Scripts
+from shared.redis_client import KEPT_TTL_MS, Scripts, place_of
 from shared.wire.columns import pack
 from tests.integration.redis.script_calls import (
     KEYS,
@@ -110,6 +110,10 @@ async def test_error_of_redis_leaves_the_others_of_the_call_alone(client: Any, s
 HIGHEST = "18446744073709551615-18446744073709551615"
 SIZE = len(b"payload" + b"go on") + 2048
 """Bytes of a request of `enqueue`."""
+RECORD_BYTES = 1536
+"""Of these, what its record holds behind its end, as in lib.lua."""
+ENDED = RECORD_BYTES + len(b"go on") + KEPT_KEY_BYTES
+"""What is counted behind the end of such a request with one choice."""
 
 
 async def counted(client: Any) -> tuple[int, dict[bytes, bytes]]:
@@ -153,7 +157,7 @@ async def test_bytes_of_prompt_logprobs_count_until_they_are_gone(client: Any, s
     found = await client.xreadgroup(GROUP, SHARD, {KEYS.requests("normal"): ">"})
     ((_, [(entry, _)]),) = found
     end = ["a", KEYS.requests("normal"), entry, "1", 10, "0", ""]
-    beside = KEPT_KEY_BYTES + await client.hstrlen(KEYS.req("a"), "delivery")
+    beside = RECORD_BYTES + 2 * KEPT_KEY_BYTES + await client.hstrlen(KEYS.req("a"), "delivery")
     await client.set(KEYS.prompt_logprobs("a", 0), bytes(4000 - beside))
     for _ in range(2):  # a call that is repeated counts once
         await publish(scripts, publication(epoch, [], [], ["a"], end))
@@ -165,6 +169,79 @@ async def test_bytes_of_prompt_logprobs_count_until_they_are_gone(client: Any, s
     await client.xadd(KEYS.queue_kept, fields, id=f"{long_ago}-0")
     assert (await enqueue(scripts, "b", kept=4000, **bounds))[0] == b"ok"
     assert await counted(client) == (2 * SIZE + 4000, {b"alice": b"%d" % (2 * SIZE + 4000)})
+
+
+async def end_with_tokens(scripts: Scripts, epoch: int, name: str, entry: bytes, choices: int = 1) -> None:
+    """End a request with one token in each choice."""
+    tokens = [row for choice in range(choices) for row in (name, choice, 0, pack([7]), 2, 1)]
+    finish, lengths = ",".join("2" * choices), ",".join("1" * choices)
+    row = [name, KEYS.requests("normal"), entry, finish, 10, lengths, ""]
+    assert await publish(scripts, publication(epoch, [], tokens, [name], row)) == []
+
+
+async def used_bytes(client: Any) -> int:
+    """Return what counts against maxmemory, without the buffer of the AOF."""
+    memory = await client.info("memory")
+    return int(memory["used_memory"]) - int(memory["mem_aof_buffer"])
+
+
+@pytest.mark.parametrize(
+    ("choices", "delivery", "requests"), [(1, 100, 1000), (1, 8000, 300), (128, 50, 60), (128, 4500, 60)],
+    ids=["plain", "stop", "choices", "prompts"],
+)  # fmt: skip
+async def test_counted_bytes_cover_ended_requests_until_they_expire(
+    client: Any, scripts: Scripts, choices: int, delivery: int, requests: int
+) -> None:
+    """One tenant ends requests until the next is refused."""
+    kept = choices * KEPT_KEY_BYTES
+    size = 2048 + len(b"payload") + delivery + kept
+    bounds: dict[str, Any] = {"tokens": 0, "kept": kept, "delivery": bytes(delivery), "tenant_bytes": requests * size}
+    epoch = await lease(scripts, "acquire")
+    before, number = await used_bytes(client), 0
+    while number < 2 * requests and (answer := await enqueue(scripts, f"r{number}", **bounds))[0] == b"ok":
+        await end_with_tokens(scripts, epoch, f"r{number}", answer[1], choices)
+        number += 1
+    held = await used_bytes(client) - before
+    total, tenants = await counted(client)
+    assert answer[0] == b"tenant bytes" and requests <= number < 1.5 * requests
+    assert total == int(tenants[b"alice"]) <= bounds["tenant_bytes"]
+    assert total / 1.6 < held < 1.3 * total
+    assert 0 < answer[3] <= KEPT_TTL_MS
+
+    rows = await client.xrange(KEYS.queue_kept)
+    assert len({place_of(entry)[0] // 1000 for entry, _ in rows}) == len(rows), "those of a second share a row"
+    await client.delete(KEYS.queue_kept)
+    for index, (entry, fields) in enumerate(rows):
+        await client.xadd(KEYS.queue_kept, fields, id=f"{place_of(entry)[0] - KEPT_TTL_MS - 30_000}-{index}")
+    assert (await enqueue(scripts, "next", **bounds))[0] == b"ok"
+    assert await counted(client) == (size, {b"alice": b"%d" % size})
+
+
+async def test_kept_bytes_of_a_second_are_counted_by_tenant(client: Any, scripts: Scripts) -> None:
+    epoch = await lease(scripts, "acquire")
+    tenants = ("alice", "bob", "alice", "bob", "alice")
+    answers = await enqueue_all(scripts, {f"r{at}": {"tokens": 0, "tenant": name} for at, name in enumerate(tenants)})
+    rows: list[Any] = []
+    for number, answer in enumerate(answers):
+        rows += [f"r{number}", KEYS.requests("normal"), answer[1], "2", 10, "0", ""]
+    await publish(scripts, publication(epoch, [], [], [], rows))
+    expected = {b"alice": b"%d" % (3 * ENDED), b"bob": b"%d" % (2 * ENDED)}
+    assert await counted(client) == (5 * ENDED, expected)
+    kept = await client.xrange(KEYS.queue_kept)
+    assert len(kept) == 2 and {row[b"tenant"]: row[b"bytes"] for _, row in kept} == expected
+    await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [epoch, 100])
+    assert (await counted(client))[0] == 5 * ENDED
+
+
+async def test_end_of_an_older_gateways_request_keeps_no_bytes(client: Any, scripts: Scripts) -> None:
+    """Its entry has no field `kept`, and it was admitted without them."""
+    epoch = await lease(scripts, "acquire")
+    answer = await enqueue(scripts, "r")
+    ((_, fields),) = await client.xrange(KEYS.requests("normal"))
+    entry = await client.xadd(KEYS.requests("normal"), {name: fields[name] for name in (b"r", b"tenant", b"bytes")})
+    await client.xdel(KEYS.requests("normal"), answer[1])
+    await end_with_tokens(scripts, epoch, "r", entry)
+    assert (await counted(client), await client.xlen(KEYS.queue_kept)) == ((0, {}), 0)
 
 
 @pytest.mark.parametrize("ahead_ms", [KEPT_TTL_MS + 60_000, 10**15], ids=["minutes", "ages"])
@@ -266,7 +343,8 @@ async def test_wrong_counts_of_the_queue_are_forgotten_once_it_is_empty(
     await ended(client, scripts, epoch, "a", answer[1])
     await client.delete(KEYS.requests("normal"))
     assert (await enqueue(scripts, "c", **bounds))[0] == b"ok"
-    assert [await client.hget(KEYS.queue, field) for field in fields] == [b"10", b"1", b"10", b"%d" % SIZE]
+    expected = [b"10", b"1", b"10", b"%d" % (SIZE + ENDED)]
+    assert [await client.hget(KEYS.queue, field) for field in fields] == expected, "what stays of a counts"
 
 
 COUNTS = (KEYS.queue, KEYS.queue_tenants, KEYS.queue_bytes, KEYS.queue_grammars)
@@ -304,7 +382,7 @@ async def test_wrong_counts_of_a_busy_queue_are_counted_anew(client: Any, script
     assert {field: before[0][field] for field in waiting} == waiting
     assert before[1:] == [
         {b"alice": b"30", b"bob": b"10"},
-        {b"alice": b"%d" % (2 * SIZE + 9000), b"bob": b"%d" % (SIZE + 5 + 5000)},
+        {b"alice": b"%d" % (2 * SIZE + 9000 + ENDED - len(b"go on")), b"bob": b"%d" % (SIZE + 5 + 5000)},
         {b"requests:sha256:a": b"1", b"bytes:sha256:a": b"5000"},
     ]
     for key, fields in zip(COUNTS, before, strict=True):
@@ -332,7 +410,11 @@ async def test_long_queue_is_not_counted_anew(client: Any, scripts: Scripts) -> 
     """It would hold up Redis."""
     held = await busy(client, scripts)
     await client.hset(KEYS.queue, mapping={"tokens": 7, "bytes": 7})
-    for most, expected in ((2, [b"7", b"7"]), (3, [b"40", b"7"]), (4, [b"40", b"%d" % (3 * SIZE + 14_005)])):
+    for most, expected in (
+        (2, [b"7", b"7"]),
+        (3, [b"40", b"7"]),
+        (4, [b"40", b"%d" % (3 * SIZE + 14_005 + ENDED - len(b"go on"))]),
+    ):
         await scripts.recount([KEYS.lease(SHARD), KEYS.queue], [held.text, most])
         assert await client.hmget(KEYS.queue, "tokens", "bytes") == expected
 
@@ -485,8 +567,7 @@ async def test_grammar_lies_in_redis_once_until_its_last_request_ends(client: An
     assert await grammars(client) == dict(zip(FIELDS, [b"1", TEXT, b"5000"], strict=True))
     await ended(client, scripts, epoch, "b", b[1])
     assert await grammars(client) == {}
-    kept = int(await client.hget(KEYS.queue, "bytes") or 0)
-    assert kept == 0, "the text is counted back"
+    assert (await counted(client))[0] == 2 * ENDED, "the text is counted back"
 
 
 async def test_grammar_counts_with_the_request_that_brings_it(client: Any, scripts: Scripts) -> None:
@@ -552,7 +633,7 @@ async def test_bytes_of_a_grammar_are_counted_back_as_they_were_counted(
     await client.hset(KEYS.queue_grammars, FIELDS[1], b"other")
     for name, entry in (("a", a[1]), ("b", b[1])):
         await ended(client, scripts, epoch, name, entry)
-    assert (int(await client.hget(KEYS.queue, "bytes") or 0), await grammars(client)) == (0, {})
+    assert ((await counted(client))[0], await grammars(client)) == (2 * ENDED, {})
 
 
 @pytest.mark.parametrize("lost", ["grammar", "prompts"])

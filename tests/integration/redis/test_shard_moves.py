@@ -217,6 +217,7 @@ class World:
         assert {b"requests:" + name: b"%d" % count for name, count in named.items()}.items() <= found.items()
         assert len(found) == 3 * len(named)
         stored = sum(int(row[b"bytes"]) for _, row in rows) + sum(map(len, texts.values()))
+        stored += sum(int(row[b"bytes"]) for _, row in await self.redis.xrange(KEYS.queue_kept))
         assert int(queue.get(b"bytes", 0)) == int(await self.redis.hget(KEYS.queue_bytes, "alice") or 0) == stored
         assert int(await self.redis.hget(KEYS.bucket("alice"), "running") or 0) == len(live)
 
