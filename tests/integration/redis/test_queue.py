@@ -485,7 +485,7 @@ async def test_request_that_comes_back_without_its_entry_is_counted(client: Any,
     await enqueue(scripts, "r")
     ((stream, entry), *_) = await claim(client, scripts, held.text)
     await client.delete(stream)
-    entry_ms = int(entry.partition(b"-")[0])
+    entry_ms = int(entry.partition("-")[0])
     while 1000 * (now := await client.time())[0] + now[1] // 1000 <= entry_ms:
         pass  # a stream that begins anew gives ids of the same millisecond again
     row: list[Any] = [KEYS.req("r"), stream, entry, b"payload"]
