@@ -25,6 +25,7 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
 LOOK_S = 0.25
+"""Between two questions whether a process starves."""
 
 
 class JailError(Exception):

@@ -75,6 +75,63 @@ MOST_FORCED = 16
 NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
+class IdleTime:
+    """Decides whether a process computes in idle time: as long as its questions get enough of it."""
+
+    def __init__(self, jail: Jail) -> None:
+        self._jail = jail
+        self._starved_until = 0.0
+        self._starvations = 0  # one after the other
+        self._judged_pid, self._judged_cpu_s = 0, 0.0  # the process that was judged last, its processor time then
+        self._waited_s, self._waits_since = 0.0, 0.0  # wait of the questions since then, without that of the last one
+
+    def begin_question(self) -> bool:
+        """Return whether a question is to be answered in idle time."""
+        pid = self._jail.pid
+        if pid is None or time.monotonic() < self._starved_until:
+            return False  # a new process has its tokenizer to read first
+        if pid != self._judged_pid:
+            self._judge(pid)
+        self._waits_since = time.monotonic()
+        return True
+
+    def end_question(self) -> None:
+        """Count the wait for an answer."""
+        self._waited_s = self._wait_s()
+
+    def is_starved(self) -> bool:
+        """Return whether the process has got too little idle time since it was judged."""
+        waited_s, pid = self._wait_s(), self._jail.pid
+        if waited_s < JUDGE_AFTER_S or pid is None:
+            return False
+        self._waits_since = time.monotonic() - WAKE_S
+        if PATIENCE * self._judge(pid) >= waited_s:
+            self._starvations = 0
+            return False
+        return runs_when_idle(pid) and self._jail.pid == pid  # not one that has died meanwhile
+
+    def give_up(self) -> float:
+        """Take no idle time for some seconds, and return how many."""
+        for_s = min(STARVED_FOR_S * 2.0**self._starvations, MOST_STARVED_FOR_S)
+        self._starved_until = time.monotonic() + for_s
+        self._starvations += for_s < MOST_STARVED_FOR_S
+        return for_s
+
+    def _wait_s(self) -> float:
+        """Return how long questions have waited since the process was judged."""
+        return self._waited_s + max(0.0, time.monotonic() - self._waits_since - WAKE_S)
+
+    def _judge(self, pid: int) -> float:
+        """Return the processor time since the process was judged, and begin anew; infinity for one that has died."""
+        before_s = self._judged_cpu_s if pid == self._judged_pid else 0.0
+        self._waited_s = 0.0
+        try:
+            self._judged_pid, self._judged_cpu_s = pid, processor_time_s(pid)
+        except OSError:
+            return math.inf
+        return self._judged_cpu_s - before_s
+
+
 class GrammarProcess:
     """The near end. Methods block; one question at a time is served. Keys of sequences are used once."""
 
@@ -85,11 +142,6 @@ class GrammarProcess:
         limits = {"seconds": QUESTION_S, "bytes": memory_bytes, "yields_first": in_idle_time}
         first = json.dumps({"model": str(model.resolve()), "vocab": vocab_size, **limits}).encode()
         self._memory_bytes = memory_bytes
-        self._in_idle_time = in_idle_time
-        self._starved_until = 0.0
-        self._starvations = 0  # one after the other
-        self._judged_pid, self._judged_cpu_s = 0, 0.0  # the process that was judged last, its processor time then
-        self._waited_s, self._waits_since = 0.0, 0.0  # wait of the questions since then, without that of the last one
         self.end_count = 0
         """Sequences and grammars that took too much processor time or memory."""
         self.spent_s = 0.0
@@ -105,6 +157,7 @@ class GrammarProcess:
         self._fed_tokens: dict[int, int] = {}  # outputs that the far end has taken, by key
         self._forgotten: list[int] = []
         self.jail = Jail("shared.text.grammar_process", first, PATIENCE * QUESTION_S, MOST_ANSWER_BYTES)
+        self._idle_time = IdleTime(self.jail) if in_idle_time else None
 
     def check(self, grammar: str) -> None:
         """Compile a grammar. Raise GrammarError, or JailError where it was the machine that failed."""
@@ -154,12 +207,12 @@ class GrammarProcess:
         counts = len(outputs), len(guesses), len(forgotten)
         rest = tokens.tobytes() + forgotten.tobytes() + grammar.encode()
 
-        def ask(when_idle: bool) -> bytes:
-            question = HEAD.pack(kind, when_idle, key, *counts) + rest
-            return self.jail.ask(question, is_starved=self._is_starved) if when_idle else self.jail.ask(question)
+        def ask(idle_time: IdleTime | None) -> bytes:
+            question = HEAD.pack(kind, idle_time is not None, key, *counts) + rest
+            return self.jail.ask(question, is_starved=idle_time.is_starved) if idle_time else self.jail.ask(question)
 
         try:
-            answer = self._ask_when_idle(ask) if self._in_idle_time else ask(False)
+            answer = self._ask_when_idle(ask)
         except JailError as error:
             if error.signal in (0, signal.SIGKILL):  # no answer in time, no process, or the machine's memory
                 raise
@@ -168,49 +221,19 @@ class GrammarProcess:
         self.spent_s += SPENT.unpack_from(answer)[0]
         return answer[SPENT.size :]
 
-    def _ask_when_idle(self, ask: Callable[[bool], bytes]) -> bytes:
+    def _ask_when_idle(self, ask: Callable[[IdleTime | None], bytes]) -> bytes:
         """Return the answer to a question; it begins anew in another process where this one gets no time."""
-        pid = self.jail.pid
-        if pid is None or time.monotonic() < self._starved_until:
-            return ask(False)  # a new process has its tokenizer to read first
-        if pid != self._judged_pid:
-            self._judge(pid)
-        self._waits_since = time.monotonic()
+        idle_time = self._idle_time
+        if idle_time is None or not idle_time.begin_question():
+            return ask(None)
         try:
-            answer = ask(True)
+            answer = ask(idle_time)
         except StarvedError:
-            for_s = min(STARVED_FOR_S * 2**self._starvations, MOST_STARVED_FOR_S)
+            for_s = idle_time.give_up()
             log.warning("too little idle time for costly grammars: they have a low priority for %g s", for_s)
-            self._starved_until = time.monotonic() + for_s
-            self._starvations += for_s < MOST_STARVED_FOR_S
-            return ask(False)
-        self._waited_s = self._wait_s()
+            return ask(None)
+        idle_time.end_question()
         return answer
-
-    def _is_starved(self) -> bool:
-        """Return whether the process has got too little idle time since it was judged."""
-        waited_s, pid = self._wait_s(), self.jail.pid
-        if waited_s < JUDGE_AFTER_S or pid is None:
-            return False
-        self._waits_since = time.monotonic() - WAKE_S
-        if PATIENCE * self._judge(pid) >= waited_s:
-            self._starvations = 0
-            return False
-        return runs_when_idle(pid) and self.jail.pid == pid  # not one that has died meanwhile
-
-    def _wait_s(self) -> float:
-        """Return how long questions have waited since the process was judged."""
-        return self._waited_s + max(0.0, time.monotonic() - self._waits_since - WAKE_S)
-
-    def _judge(self, pid: int) -> float:
-        """Return the processor time since the process was judged, and begin anew; infinity for one that has died."""
-        before_s = self._judged_cpu_s if pid == self._judged_pid else 0.0
-        self._waited_s = 0.0
-        try:
-            self._judged_pid, self._judged_cpu_s = pid, processor_time_s(pid)
-        except OSError:
-            return math.inf
-        return self._judged_cpu_s - before_s
 
     def _count_ended(self) -> None:
         self.end_count += 1
