@@ -66,7 +66,7 @@ class Done(Pending[ResultT]):
         return self._result
 
 
-MOST_CODE = {"int8": 127, "fp8": 448}
+MAX_CODE = {"int8": 127, "fp8": 448}
 """The largest number that a code of K and V in 8 bits stands for, by CacheShape.kv_dtype."""
 
 
@@ -82,8 +82,8 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     kv_dtype: str = "auto"
-    """auto is `dtype`. K and V in 8 bits, of MOST_CODE, are rounded as they are written.
-    With x the head_dim numbers of a token and KV head, of K or of V: scale = max |x| / MOST_CODE[kv_dtype] in float32,
+    """auto is `dtype`. K and V in 8 bits, of MAX_CODE, are rounded as they are written.
+    With x the head_dim numbers of a token and KV head, of K or of V: scale = max |x| / MAX_CODE[kv_dtype] in float32,
     code = x / scale rounded to nearest even among the integers (int8) or the numbers of e4m3fn (fp8), and attention
     reads code * scale as `dtype`."""
 

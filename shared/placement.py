@@ -14,8 +14,8 @@ import orjson
 
 from shared.keys import CLASSES
 
-MOST_MS = 7 * 24 * 3600 * 1000
-MOST_FAILED = 6
+MAX_MS = 7 * 24 * 3600 * 1000
+MAX_FAILED = 6
 """More loads that failed are not counted."""
 
 
@@ -45,12 +45,12 @@ class Placement:
         awake, waits = fields["awake"], fields["wake_ms"]
         if not isinstance(awake, bool) or not isinstance(waits, list) or len(waits) != len(CLASSES):
             raise TypeError("awake: not a boolean, or wake_ms: not a number for each class")
-        if not all(_is_count(number, MOST_MS) for number in (fields["load_ms"], *waits)):
-            raise ValueError(f"load_ms or wake_ms: not a whole number from 0 to {MOST_MS}")
+        if not all(_is_count(number, MAX_MS) for number in (fields["load_ms"], *waits)):
+            raise ValueError(f"load_ms or wake_ms: not a whole number from 0 to {MAX_MS}")
         if not _is_count(fields["since_ms"], 1 << 53):
             raise ValueError("since_ms: not a time")
-        if not _is_count(fields["failed"], MOST_FAILED):
-            raise ValueError(f"failed: not a whole number from 0 to {MOST_FAILED}")
+        if not _is_count(fields["failed"], MAX_FAILED):
+            raise ValueError(f"failed: not a whole number from 0 to {MAX_FAILED}")
         return cls(awake, fields["load_ms"], fields["since_ms"], tuple(waits), fields["failed"])
 
 

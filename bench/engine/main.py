@@ -26,7 +26,7 @@ from bench.engine.floor import Floor, machine_floor
 from bench.kernels.backends import opened
 from bench.kernels.clock import Clock
 from bench.result import provenance
-from kernels.ops import MOST_CODE
+from kernels.ops import MAX_CODE
 from services.worker.engine import Engine
 from services.worker.models.config import load_config
 from services.worker.quantization import METHODS
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--kernels", choices=("auto", "cpu", "reference", *ON_A_DEVICE), default="auto", help="as the worker's option"
     )
     parser.add_argument("--quantize", choices=tuple(METHODS), default="none", help="as the worker's option")
-    parser.add_argument("--kv-dtype", choices=("auto", *MOST_CODE), default="auto", help="as the worker's option")
+    parser.add_argument("--kv-dtype", choices=("auto", *MAX_CODE), default="auto", help="as the worker's option")
     parser.add_argument("--deterministic", action="store_true", help="as the worker's option")
     parser.add_argument(
         "--load-format", choices=("auto", "safetensors", "dummy"), default="auto", help="as the worker's option"

@@ -13,7 +13,7 @@ from services.simulator.workload.arrivals import CHAT, Lengths
 from services.simulator.workload.traffic import read_trace
 from services.simulator.workload.workload import Int64, Workload
 
-MOST_REQUESTS = 20_000_000
+MAX_REQUESTS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Spec:
 
 def build(spec: Spec) -> Traffic:
     """Return the requests. Raises ValueError that names the problem."""
-    if not 1 <= spec.requests <= MOST_REQUESTS:
-        raise ValueError(f"{spec.requests:,} requests; give 1 to {MOST_REQUESTS:,}")
+    if not 1 <= spec.requests <= MAX_REQUESTS:
+        raise ValueError(f"{spec.requests:,} requests; give 1 to {MAX_REQUESTS:,}")
     if not 0 < spec.rate_rps <= 1e9 or not 0 <= spec.swing < 1:
         raise ValueError(
             f"a rate of {spec.rate_rps:g} a second swinging by {spec.swing:g}: rates are above 0, swings below 1"

@@ -18,7 +18,7 @@ from bench.kernels.shapes import Plan, Prompt
 from kernels.ops import Attention, Cache
 
 CHECKED_ROWS = 64  # of a sequence; the last ones and as many all over it
-MOST_PROMPT_LAYERS = 8
+MAX_PROMPT_LAYERS = 8
 
 MakeCache = Callable[[Bench, Any], Cache]
 """Of a bench and a CacheShape; for pools that lie otherwise."""
@@ -61,7 +61,7 @@ def _case(bench: Bench, op: str, shape: str, prompt: Prompt, make_cache: MakeCac
     model, count, rows, context = bench.plan.model, prompt.sequences, prompt.rows, prompt.context
     kv_bytes = 2 * count * context * model.kv_heads * model.head_dim * bench.dtype.itemsize
     # A prompt multiplies more than it reads.
-    layers = bench.plan.copies(kv_bytes) if rows == 1 else min(MOST_PROMPT_LAYERS, bench.plan.copies(kv_bytes))
+    layers = bench.plan.copies(kv_bytes) if rows == 1 else min(MAX_PROMPT_LAYERS, bench.plan.copies(kv_bytes))
     contexts = [context] * count
     cache = make_cache(bench, Paged.shape(bench, contexts, layers)) if make_cache else None
     paged = Paged(bench, contexts, layers, cache)

@@ -15,7 +15,7 @@ from bench.kernels.kv import some_rows
 from bench.kernels.shapes import BLOCK_SIZE, MIXTRAL, QWEN_30B, SMALL_MIXTURE, Mixture
 from kernels.ops import CacheShape, Routing
 
-MOST_COPIES = 12
+MAX_COPIES = 12
 CHECKED = 64
 """Rows of which the error is looked for."""
 
@@ -41,7 +41,7 @@ def experts(mixture: Mixture, count: int, bench: Bench) -> Case:
     )
     routing = Routing(mixture.top_k, True, "silu")
     of_rows = min(mixture.experts, count * mixture.top_k) * 3 * inner * hidden * size
-    copies = min(MOST_COPIES, bench.plan.copies(of_rows))
+    copies = min(MAX_COPIES, bench.plan.copies(of_rows))
     x = bench.clock.random(count, hidden, dtype=bench.dtype)
     logits = [bench.clock.random(count, mixture.experts, dtype=torch.float32, seed=seed) for seed in range(copies)]
 

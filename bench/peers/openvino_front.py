@@ -29,7 +29,7 @@ import uvicorn
 from tokenizers import Tokenizer
 
 CACHE_GIB = 1
-MOST_SEQUENCES = 64
+MAX_SEQUENCES = 64
 PRECISION = {"f32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}, "default": {}}
 EVENT_STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 Message = dict[str, Any]
@@ -54,7 +54,7 @@ class Engine(threading.Thread):
         super().__init__(daemon=True)
         limits = openvino_genai.SchedulerConfig()
         limits.cache_size = CACHE_GIB
-        limits.max_num_seqs = MOST_SEQUENCES
+        limits.max_num_seqs = MAX_SEQUENCES
         limits.enable_prefix_caching = False
         self._pipe = openvino_genai.ContinuousBatchingPipeline(folder, limits, "CPU", PRECISION[precision])
         self._loop = loop

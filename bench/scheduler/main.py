@@ -27,7 +27,7 @@ COUNTS = (32, 256, 1024, 4096)
 AT = 256  # sequences running where something else varies
 CURVES = ("running", "waiting", "blocks")
 PARTS = ("decode", "admission", "wire", "cases", *CURVES)
-MOST_RUNNING = 65_536
+MAX_RUNNING = 65_536
 BOUNDS = {"steps": (1, 1500), "rounds": (1, 1500), "lookahead": (0, 4), "gateways": (1, 1000)}  # 1500: fit the context
 QUICK_AT = 24
 QUICK_STEPS = 20
@@ -170,8 +170,8 @@ def _counts(text: str) -> tuple[int, ...]:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of whole numbers, as 32,256") from None
-    if wrong := [count for count in counts if not 1 <= count <= MOST_RUNNING]:
-        raise argparse.ArgumentTypeError(f"{str(wrong[0])[:40]} sequences; give 1 to {MOST_RUNNING}")
+    if wrong := [count for count in counts if not 1 <= count <= MAX_RUNNING]:
+        raise argparse.ArgumentTypeError(f"{str(wrong[0])[:40]} sequences; give 1 to {MAX_RUNNING}")
     return counts
 
 

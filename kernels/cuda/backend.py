@@ -47,7 +47,7 @@ from kernels.ops import (
     register,
 )
 
-MOST_SLOTS = 1 << 16
+MAX_SLOTS = 1 << 16
 
 PAGES_OF_GRAPHS = 1 << 12
 """For each sequence, on average: graphs have room for so many pages. A batch with more is computed without a graph."""
@@ -104,7 +104,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self.name = "cuda" if gpu.torch_device.type == "cuda" else "emulator"
         self._main = gpu.main
         self._staging = Staging(gpu)
-        self._last_tokens = gpu.empty((MOST_SLOTS,), torch.int32)  # of each slot
+        self._last_tokens = gpu.empty((MAX_SLOTS,), torch.int32)  # of each slot
         self._main.run(self._last_tokens.zero_)
         self._low_rank_room = LowRankRoom(gpu)
         self._samplers: dict[int, Sampler] = {}

@@ -126,7 +126,7 @@ LINEAR_PACKED = _struct(
     ("groups", "i4"),
 )
 UNPACK = _struct("words scales mins out", ("inputs", "i4"), ("outputs", "i4"), ("groups", "i4"))
-MOST_EXPERTS = 1024  # routing.cu: its block has a thread for each
+MAX_EXPERTS = 1024  # routing.cu: its block has a thread for each
 COMBINE_THREADS = 256  # routing.cu: THREADS
 ROUTE = _struct(
     "logits present chosen weights order tiles finished",
@@ -212,7 +212,7 @@ MERGE = _struct(
 # The sampler; the C side is src/sampler_params.cuh.
 SAMPLER_THREADS = 512  # sampler.cu
 SAMPLER_GROUP = 4  # ids that a thread reads at once
-SAMPLER_PARTS = 16  # of a row at most; sampler_once.cuh: MOST_PARTS
+SAMPLER_PARTS = 16  # of a row at most; sampler_once.cuh: MAX_PARTS
 SAMPLER_LISTED = 3584  # sampler_draw.cuh: SHORTLIST
 SAMPLER_PART = np.dtype([("peak", "u8"), ("drawn", "u8"), ("tail", "u8"), ("listed", "i4"), ("finite", "i4")])
 """What a block leaves of its part of a row."""
@@ -427,12 +427,12 @@ def route(
     present: int = 0,
 ) -> Call:
     """Return the call that gives rows to experts. The arrays are those of routing.cu, most_tiles() of them tiles."""
-    if not 0 < top_k <= experts <= MOST_EXPERTS:
-        raise ValueError(f"{top_k} of {experts} experts for a row; the CUDA kernels take {MOST_EXPERTS} at most")
+    if not 0 < top_k <= experts <= MAX_EXPERTS:
+        raise ValueError(f"{top_k} of {experts} experts for a row; the CUDA kernels take {MAX_EXPERTS} at most")
     most = most_tiles(_some(rows) * top_k, experts, tile_rows)
     pointers = (logits, present, chosen, weights, order, tiles, finished)
     params = _filled(ROUTE, (*pointers, rows, experts, top_k, normalize, tile_rows, most))
-    threads = _whole_warps(max(experts, rows * WARP), MOST_EXPERTS)
+    threads = _whole_warps(max(experts, rows * WARP), MAX_EXPERTS)
     return Call("route", (-(-rows // (threads // WARP)), 1, 1), (threads, 1, 1), 0, params)
 
 

@@ -22,7 +22,7 @@ from shared.command_line.options import Values
 from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
 from shared.security import api_keys
-from shared.security.api_keys import MOST_KEYS, SCOPES, KeyRecord
+from shared.security.api_keys import MAX_KEYS, SCOPES, KeyRecord
 from shared.settings import CommonSettings, LauncherSettings
 
 app = typer.Typer(cls=Group, rich_markup_mode=None, help="Make, list and revoke API keys.", no_args_is_help=True)
@@ -75,9 +75,9 @@ def add(
         raise ConfigurationError(f"name: {len(name)} characters; give 1 to 200 printable characters")
     with _redis(values) as (client, keys):
         count = client.hlen(keys.api_keys)
-        if count >= MOST_KEYS:
+        if count >= MAX_KEYS:
             raise ConfigurationError(
-                f"keys: there are {MOST_KEYS}, the maximum; remove one with `orcinus keys revoke --forget`"
+                f"keys: there are {MAX_KEYS}, the maximum; remove one with `orcinus keys revoke --forget`"
             )
         now_s = int(client.time()[0])
         active = [other for other in _records(client, keys) if other.state(now_s) == "active"]

@@ -58,12 +58,12 @@ from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
 
-MOST_NAMES = 1024
+MAX_NAMES = 1024
 FORMER_S = 86_400
 """For so long a name that was taken away is remembered: a request may wait and run meanwhile."""
-MOST_STORED = 4096
+MAX_STORED = 4096
 """Folders of the store: those of names that are gone stay, as requests may still need them."""
-MOST_TRIES = 64
+MAX_TRIES = 64
 """Of a change of the names: each failure is a change by another gateway."""
 PIECE_BYTES = 1 << 20
 INDEX = "model.safetensors.index.json"
@@ -169,7 +169,7 @@ class AdapterNames:
         decide: called with the names as they are in Redis, again where another gateway changes one of them before the
         record is written. Raise what it raises, and ApiError(503).
         """
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             pipe: Any = self._redis.pipeline()
             async with pipe:
                 await pipe.watch(self._key)
@@ -177,7 +177,7 @@ class AdapterNames:
                 record = decide()
                 latest = sorted(self.former, key=lambda each: self.former[each].unloaded_s, reverse=True)
                 pipe.multi()
-                if gone := [*self._expired_names, *latest[MOST_NAMES - 1 :]]:
+                if gone := [*self._expired_names, *latest[MAX_NAMES - 1 :]]:
                     pipe.hdel(self._key, *gone)
                 pipe.hset(self._key, name, record.encode())
                 with contextlib.suppress(WatchError):
@@ -188,8 +188,8 @@ class AdapterNames:
         raise unavailable(text, "adapters_unavailable", 2)
 
     def _demand_room(self, name: str) -> None:
-        if name not in self.records and len(self.records) >= MOST_NAMES:
-            raise invalid("lora_name", f"lora_name: there are {MOST_NAMES} adapters, the maximum; unload one first")
+        if name not in self.records and len(self.records) >= MAX_NAMES:
+            raise invalid("lora_name", f"lora_name: there are {MAX_NAMES} adapters, the maximum; unload one first")
 
     def _demand_folder(self) -> Path:
         if self._folder is None:
@@ -260,8 +260,8 @@ def _move(source: Path, target: Path) -> None:
             contextlib.suppress(FileNotFoundError),  # another gateway was faster
         ):
             target.rename(Path(aside) / target.name)
-    elif sum(1 for _ in source.parent.iterdir()) > MOST_STORED:  # with the one that was made
-        raise ModelError(f"{source.parent} has {MOST_STORED} folders, the maximum; remove those that no request needs")
+    elif sum(1 for _ in source.parent.iterdir()) > MAX_STORED:  # with the one that was made
+        raise ModelError(f"{source.parent} has {MAX_STORED} folders, the maximum; remove those that no request needs")
     try:
         source.replace(target)
     except OSError as error:

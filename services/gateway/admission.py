@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from services.gateway.auth import Caller, Keyring
-from services.gateway.cluster import MEMORY_MOST, STALE_S, Cluster, Forecast, Snapshot
+from services.gateway.cluster import MAX_MEMORY_SHARE, STALE_S, Cluster, Forecast, Snapshot
 from services.gateway.delivery.background import BackgroundTasks
 from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.stream import Generation, Position, RequestStream
@@ -57,7 +57,7 @@ from shared.text.logprobs import prompt_record_bytes
 
 REDIS_SHARE = 0.5
 """Share of Redis's maxmemory that requests may hold, and what stays of them behind their ends, where
-ORCINUS_MAX_QUEUED_BYTES is 0. The rest below MEMORY_MOST is for tokens and what the allocator adds.
+ORCINUS_MAX_QUEUED_BYTES is 0. The rest below MAX_MEMORY_SHARE is for tokens and what the allocator adds.
 """
 CONNECTIONS_SHARE = 0.9
 """Share of ORCINUS_MAX_CONNECTIONS that requests may hold; the rest is for refusals and questions."""
@@ -73,7 +73,7 @@ IDLE_SPARE = 0.9
 EARLY_S = 1.0
 LATE_S = 15.0
 """A place is kept from so much before its time to so much after."""
-MOST_PLACES = 65_536
+MAX_PLACES = 65_536
 """At a time; the rate of the workers allows fewer in a horizon, unless requests are tiny."""
 DEADLINE_GRACE_S = 0.5
 """The scheduler ends a request at its deadline; after so much more the gateway does."""
@@ -100,7 +100,7 @@ AGAIN_S = 1.0
 """For so long at most, and not beyond its Retry-After, a refusal of the queue holds for more requests of its tenant and
 class: the forecasts behind it are as old.
 """
-MOST_AGAIN = 4096
+MAX_AGAIN = 4096
 """Refusals that are kept; less than 1 KiB each."""
 RECENT = 65_536
 UNSEEN_S = 0.5
@@ -392,7 +392,7 @@ class Places:
         if due is not None and now <= due + LATE_S:  # its work is counted; of copies, one may be on its way in
             return max(1, math.ceil(due - now if now < due else min(wait_s, HORIZON_S)))
         wait_s = (wait_s + self._promised_work.remaining_s(now)) / self.spare(priority, now)
-        if wait_s >= HORIZON_S or len(self._due) >= MOST_PLACES:
+        if wait_s >= HORIZON_S or len(self._due) >= MAX_PLACES:
             return math.ceil(random.uniform(HORIZON_S, 2 * HORIZON_S))  # noqa: S311 - spread, no secret
         self._promised_work = PromisedWork(self._promised_work.remaining_s(now) + work_s, now)
         self._due.pop(content, None)
@@ -448,7 +448,7 @@ class Refusals:
         if refusal.retry_after_s is None or not (answer[0] in (b"full", b"tenant", b"late") or is_of_requests):
             return
         while self._last_refusals and (
-            next(iter(self._last_refusals.values())).ends_at <= now or len(self._last_refusals) >= MOST_AGAIN
+            next(iter(self._last_refusals.values())).ends_at <= now or len(self._last_refusals) >= MAX_AGAIN
         ):
             del self._last_refusals[next(iter(self._last_refusals))]
         ends_at = now + min(AGAIN_S, refusal.retry_after_s)
@@ -847,7 +847,7 @@ class Admission:
         self._refuse_while_draining()
         if cluster.redis_error or cluster.snapshot is None:
             raise redis_silent(cluster.redis_error)
-        if cluster.snapshot.memory_share > MEMORY_MOST:
+        if cluster.snapshot.memory_share > MAX_MEMORY_SHARE:
             raise memory_low(cluster.snapshot.memory_share)
         if not cluster.snapshot.leases:
             raise unavailable(f"no scheduler is alive; {RETRY}", "no_scheduler", 2)

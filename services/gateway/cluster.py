@@ -36,7 +36,7 @@ DISCOVER_S = 10.0
 DISCOVER_FIRST_S = 5.0
 """While no worker was found; `stats` shows sooner that there are some, and their limits."""
 HEARTBEAT_MS = 5000
-MEMORY_MOST = 0.75
+MAX_MEMORY_SHARE = 0.75
 STALE_S = 5.0
 """A snapshot older than this is not used."""
 CLOSE_S = 1.0
@@ -45,11 +45,11 @@ FIRST_LOAD_S = 120.0
 """A model that was woken may load for so long while its load has not been measured."""
 PLACER_S = 15.0
 """A placer that was killed is started again within this time; until then its word counts."""
-MOST_WORKERS = 256
+MAX_WORKERS = 256
 """Of one model, that are looked for by their names."""
-MOST_SHARDS = 64
+MAX_SHARDS = 64
 """That are looked at also without a lease and statistics: they come back, as where Redis was emptied."""
-MOST = float(1 << 53)
+MAX_EXACT = float(1 << 53)
 
 
 @dataclass(slots=True)
@@ -290,7 +290,7 @@ class Cluster:
             return "nothing has been heard from Redis"
         if self.write_error:  # before what follows from it: leases and records run out
             return f"Redis refuses to write: {self.write_error}"
-        if self.snapshot.memory_share > MEMORY_MOST:
+        if self.snapshot.memory_share > MAX_MEMORY_SHARE:
             return f"Redis uses {self.snapshot.memory_share:.0%} of its memory"
         return ""
 
@@ -331,7 +331,7 @@ class Cluster:
         pipe.mget([beat, *beats])
         pipe.info("memory")
         pipe.hgetall(self._keys.queue)
-        pipe.zrange(self._keys.workers, 0, MOST_WORKERS - 1)
+        pipe.zrange(self._keys.workers, 0, MAX_WORKERS - 1)
         ask_placement(pipe, self._keys.model)
         for shard in shards:
             pipe.exists(self._keys.lease(shard))
@@ -360,7 +360,7 @@ class Cluster:
         )
         stats = {shard: fields for shard, fields in fields_of if fields}
         leases = frozenset(shard for shard, held in zip(shards, per_shard[::2], strict=True) if held)
-        if len(shards) > MOST_SHARDS:  # SCAN finds those that come back
+        if len(shards) > MAX_SHARDS:  # SCAN finds those that come back
             self._shards = {self._settings.shard, *leases, *stats}
         await self._bury()
         now = time.monotonic()
@@ -478,4 +478,4 @@ def number(value: str | None) -> float:
         result = float(value or 0)
     except ValueError:
         return 0.0
-    return result if abs(result) < MOST else 0.0  # nan is not
+    return result if abs(result) < MAX_EXACT else 0.0  # nan is not

@@ -44,8 +44,8 @@ MESSAGES_TYPES = {
 """Of Anthropic's API; what is not here is an api_error from 500 on, an invalid_request_error below."""
 
 
-MOST_MESSAGE = 2048
-MOST_PARAM = 256
+MAX_MESSAGE = 2048
+MAX_PARAM = 256
 """Characters of what an error says: names of fields come from clients, and may have megabytes."""
 
 NO_THREADS = "thread_unsupported_request"
@@ -70,10 +70,10 @@ class ApiError(OrcinusError):
         retry_after_s: float | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        self.message = shorten(message, MOST_MESSAGE)
+        self.message = shorten(message, MAX_MESSAGE)
         super().__init__(self.message)
         self.status = status
-        self.param = None if param is None else shorten(param, MOST_PARAM)
+        self.param = None if param is None else shorten(param, MAX_PARAM)
         self.code = code
         self.retry_after_s = retry_after_s
         self.headers = dict(headers or {})

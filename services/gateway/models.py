@@ -42,7 +42,7 @@ from shared.tasks import end
 log = logging.getLogger("orcinus.gateway")
 
 EVERY_S = 1.0
-MOST_OPEN = 16
+MAX_OPEN = 16
 """Models beside the first with tokenizer and template in memory at a time."""
 LEAST_IDLE_S = 60.0
 """A request is tokenized and has its stream by then, so a model without streams for so long is not in use."""
@@ -496,11 +496,11 @@ class ModelTable:
         this one. Raise ApiError(503).
         """
         opening = [each for each in self._open_tasks if each not in self.open]
-        if len(self.models()) - 1 + opening.index(name) < MOST_OPEN:
+        if len(self.models()) - 1 + opening.index(name) < MAX_OPEN:
             return
         idle = self._removable()
         if not idle:
-            raise unavailable(f"model: {MOST_OPEN} models are in use at this gateway; {RETRY}", "models_busy", 10)
+            raise unavailable(f"model: {MAX_OPEN} models are in use at this gateway; {RETRY}", "models_busy", 10)
         await self._close(min(idle, key=lambda model: model.used_at))
 
     async def _look(self) -> None:
@@ -518,7 +518,7 @@ class ModelTable:
             raise client_error(error) from None
         self._states = {name: state for name, (state, _) in states.items()}
         self._looked_at = time.monotonic()
-        if self.is_draining or self._open_tasks or not (len(self.models()) - 1 < MOST_OPEN or self._removable()):
+        if self.is_draining or self._open_tasks or not (len(self.models()) - 1 < MAX_OPEN or self._removable()):
             return
         now = time.monotonic()
         for name, (state, has_orphans) in states.items():

@@ -38,7 +38,7 @@ from services.hub.store import PARTIAL, Record, pulling
 from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.parts import part_names
 from shared.models.hub import HubName, cache_directory, find_snapshot, repository_directory
-from shared.models.model_files import MOST_FILE_BYTES, read_json
+from shared.models.model_files import MAX_FILE_BYTES, read_json
 from shared.text.tokenizer import tokenizer_json
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SPARE_BYTES = 64 << 20  # of the disk, beside the files
 PIECE_BYTES = 8 << 20
 TRIES = 6  # without a byte of progress
-MOST_WAIT_S = 300.0  # that the Hub may ask for at once
+MAX_WAIT_S = 300.0  # that the Hub may ask for at once
 
 disable_progress_bars()
 
@@ -150,9 +150,9 @@ class _Pull:
                 raise ConfigurationError(
                     f"{self.name}: has no {missing[0]}, so it cannot be served; choose another repository"
                 )
-            if (count := files[TOKENIZER].size) > MOST_FILE_BYTES:
+            if (count := files[TOKENIZER].size) > MAX_FILE_BYTES:
                 raise ConfigurationError(
-                    f"{self.name}: {TOKENIZER} has {count} bytes, at most {MOST_FILE_BYTES}; choose another repository"
+                    f"{self.name}: {TOKENIZER} has {count} bytes, at most {MAX_FILE_BYTES}; choose another repository"
                 )
         self._check_disk([*small, *large])
         for one in small:
@@ -418,7 +418,7 @@ class _Pull:
                 status = error.response.status_code
                 if (status != 429 and status < 500) or not left:
                     raise self._in_words(error, what) from error
-                wait_s = min(MOST_WAIT_S, _retry_after_s(error))
+                wait_s = min(MAX_WAIT_S, _retry_after_s(error))
                 self.report.note(f"the Hub answers {status} for {what}; trying again in {wait_s:g} s")
                 time.sleep(wait_s)
             except LocalEntryNotFoundError as error:  # the request before this one failed, and nothing is here

@@ -49,7 +49,7 @@ from shared.telemetry import logs
 
 STATES_S = 5.0
 """The states of the models are written at least this often: an older file means a supervisor that hangs."""
-MOST_PORT = 65535
+MAX_PORT = 65535
 ANOTHER = (
     f"orcinus engines {flag('run_dir')} .run2, with {flag('worker_id')} and {flag('listen')} of its own where this one "
     "has them"
@@ -148,9 +148,9 @@ class Address:
     def of(cls, worker: WorkerSettings, name: str, workers: int) -> Address:
         """Return the address in the setting `name` for so many workers. Raise ConfigurationError."""
         setting, (host, _, port) = f"{flag(name)}={getattr(worker, name)}", getattr(worker, name).rpartition(":")
-        if not host or not port.isdecimal() or int(port[:6]) > MOST_PORT:
+        if not host or not port.isdecimal() or int(port[:6]) > MAX_PORT:
             raise ConfigurationError(f"{setting}: not HOST:PORT; write it so")
-        if int(port) and int(port) + workers - 1 > MOST_PORT:
+        if int(port) and int(port) + workers - 1 > MAX_PORT:
             raise ConfigurationError(f"{setting}: {workers} workers need as many ports from it on; choose a lower one")
         return cls(setting, host, int(port))
 

@@ -24,7 +24,7 @@ from shared.keys import CLASSES, PLACER, PLACER_KEYS, Keys
 from shared.lease import Lease
 from shared.messages import hide_password
 from shared.models.models_file import read_models
-from shared.placement import MOST_FAILED, MOST_MS, Placement, read_placements
+from shared.placement import MAX_FAILED, MAX_MS, Placement, read_placements
 from shared.processes.begun import has_begun
 from shared.redis_client import WRONG_TYPE, Scripts, Unavailable, Value, connect, persist, temporary
 from shared.settings import PlacerSettings
@@ -208,7 +208,7 @@ class Placer:
         placement, watch = self._placements[name], self._watches[name]
         watch.look(placement.awake, is_ready, resumes, bool(ages_ms))
         if watch.has_loaded:
-            load_ms = max(1, min(MOST_MS, watch.ms("decided"), GROWTH * placement.load_ms or MOST_MS))
+            load_ms = max(1, min(MAX_MS, watch.ms("decided"), GROWTH * placement.load_ms or MAX_MS))
             log.info("%s serves, %.1f s after the decision", name, load_ms / 1000)
             self._placements[name] = placement = replace(placement, load_ms=load_ms)
         if watch.ms("ready") and placement.failed:
@@ -227,7 +227,7 @@ class Placer:
             is_awake = not each.is_awake
             failed_loads = each.failed_loads + int(each.is_awake and not each.ready_ms)
             self._placements[each.name] = replace(
-                self._placements[each.name], awake=is_awake, since_ms=now_ms, failed=min(MOST_FAILED, failed_loads)
+                self._placements[each.name], awake=is_awake, since_ms=now_ms, failed=min(MAX_FAILED, failed_loads)
             )
             self._watches[each.name] = _Watch(is_awake)
             log.info("%s: %s", each.name, f"wakes, waited for {each.waiting_ms} ms" if is_awake else "sleeps")
@@ -245,7 +245,7 @@ class Placer:
                 for each in demands
             ]
         for each in demands:
-            waits = tuple(min(MOST_MS, wait) for wait in wake_ms(each, demands, self._max_slots))
+            waits = tuple(min(MAX_MS, wait) for wait in wake_ms(each, demands, self._max_slots))
             self._placements[each.name] = replace(self._placements[each.name], wake_ms=waits)
         await self._write(())
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kernels.ops import Bool, Int32, Int64, SamplingRows, Sparse
 from protos import worker_pb2
-from shared.text.logprobs import MOST
+from shared.text.logprobs import MAX_LOGPROBS
 from shared.text.logprobs import wrong_number as wrong_logprobs
 from shared.wire.columns import unpack, unpack_float
 
@@ -77,8 +77,8 @@ class SamplingTable:
         self.penalised[slot] = bool(
             message.presence_penalty or message.frequency_penalty or message.repetition_penalty not in (0.0, 1.0)
         )
-        self.logprobs[slot] = min(message.logprobs, MOST + 1)
-        self.prompt_logprobs[slot] = min(message.prompt_logprobs, MOST + 1)
+        self.logprobs[slot] = min(message.logprobs, MAX_LOGPROBS + 1)
+        self.prompt_logprobs[slot] = min(message.prompt_logprobs, MAX_LOGPROBS + 1)
         self.has_grammar[slot] = bool(message.grammar)
         self._has_ids[slot] = bool(message.bias_ids or message.banned_ids or message.stop_ids)
         try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from protos import worker_pb2
-from shared.text.logprobs import MOST
+from shared.text.logprobs import MAX_LOGPROBS
 from shared.wire.columns import pack
 
 
@@ -73,7 +73,7 @@ class WarmUp:
         """Return the step of `prefill`, in which all prompt tokens have log-probabilities."""
         step, _ = self.prefill()
         for enter in step.enters:
-            enter.sampling.prompt_logprobs, enter.scored = MOST + 1, 1
+            enter.sampling.prompt_logprobs, enter.scored = MAX_LOGPROBS + 1, 1
         return step
 
     def decode(self, blocks: int) -> worker_pb2.Step:

@@ -151,12 +151,12 @@ end
 -- Returns what the entry of a request carries: `r`, the request; `id`, its id; what was counted with it: `tenant`, `tokens`,
 -- `bytes`, the part `kept` of them that stays behind the end, and `grammar`, the name of its grammar if the text lies apart.
 -- Of a deleted entry it is nothing.
-local MOST_OF_ENTRY = 1099511627776  -- 2^40; sums over thousands of entries stay below 2^53
+local MAX_OF_ENTRY = 1099511627776  -- 2^40; sums over thousands of entries stay below 2^53
 local function entry_fields(words)
   local fields = {}
   for i = 1, #words, 2 do fields[words[i]] = words[i + 1] end
   for _, name in ipairs({'tokens', 'bytes', 'kept'}) do
-    fields[name] = math.min(MOST_OF_ENTRY, math.max(0, whole(fields[name], 0)))
+    fields[name] = math.min(MAX_OF_ENTRY, math.max(0, whole(fields[name], 0)))
   end
   fields.tenant, fields.grammar = fields.tenant or '', fields.grammar or ''
   return fields

@@ -20,7 +20,7 @@ from shared.models.gguf.config import config_of
 from shared.models.gguf.reader import GgufFile, is_gguf, open_gguf
 from shared.models.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
-MOST_FILE_BYTES = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 """Of one file. Gemma 3's tokenizer.json has 33 MB."""
 POINTER = b"version https://git-lfs.github.com/spec/"
 AGAIN = "fetch the file again, or choose another model"
@@ -65,7 +65,7 @@ def read_json_if_any(path: Path) -> dict[str, Any]:
     return read_json(path) if has_file(path) else {}
 
 
-def read_bounded(path: Path, most: int = MOST_FILE_BYTES) -> bytes:
+def read_bounded(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
     """Return the bytes of a file of a model, a regular one of bounded size. Raise ModelError."""
     if is_gguf(path.parent):
         text = json.dumps(_MADE[path.name](open_gguf(path.parent)), ensure_ascii=False, separators=(",", ":"))

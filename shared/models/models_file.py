@@ -18,12 +18,12 @@ from shared.errors import ConfigurationError
 from shared.keys import hash_tag, model_tag
 from shared.models.hub import is_repository, parse_name
 
-MOST_MODELS = 64
-MOST_BYTES = 1 << 16
+MAX_MODELS = 64
+MAX_BYTES = 1 << 16
 """1 KiB for each model: the parser takes some seconds for a MiB."""
-MOST_DEPTH = 8
+MAX_DEPTH = 8
 """Mappings and lists in each other; the fields of a model have four."""
-MOST_NAME = 128
+MAX_NAME = 128
 ALIAS = r"^[A-Za-z0-9][A-Za-z0-9._:-]*(/[A-Za-z0-9][A-Za-z0-9._:-]*)*$"
 
 _BEGINS = (
@@ -46,7 +46,7 @@ class ModelEntry(BaseModel):
 
     name: str
     source: str = Field(min_length=1, max_length=4096)
-    aliases: tuple[Annotated[str, Field(pattern=ALIAS, max_length=MOST_NAME)], ...] = Field((), max_length=32)
+    aliases: tuple[Annotated[str, Field(pattern=ALIAS, max_length=MAX_NAME)], ...] = Field((), max_length=32)
     workers: int = Field(1, ge=1, le=64)
     idle_s: float = Field(600.0, ge=60)
     """Time without a request after which a gateway gives back the memory of tokenizer and template."""
@@ -88,10 +88,10 @@ def read_models(path: Path) -> ModelsFile:
     """Return what a file says. Raise ConfigurationError that names the file and the entry."""
     try:
         with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
             raise ConfigurationError(
-                f"{path}: {path.stat().st_size} bytes, at most {MOST_BYTES} are read; shorten the list of models"
+                f"{path}: {path.stat().st_size} bytes, at most {MAX_BYTES} are read; shorten the list of models"
             )
         _check_tokens(path, text)
         document = _texts(path, yaml.compose(text, yaml.BaseLoader))
@@ -105,8 +105,8 @@ def read_models(path: Path) -> ModelsFile:
     items = fields.get("models")
     if not isinstance(items, dict) or not items:
         raise ConfigurationError(f"{path}: has no models; write `models:` and below it a name and a source for each")
-    if len(items) > MOST_MODELS:
-        raise ConfigurationError(f"{path}: {len(items)} models; a gateway serves at most {MOST_MODELS}")
+    if len(items) > MAX_MODELS:
+        raise ConfigurationError(f"{path}: {len(items)} models; a gateway serves at most {MAX_MODELS}")
     entries = [_entry(path, name, values) for name, values in items.items()]
     check_names(path, [(entry.name, entry.aliases) for entry in entries])
     return ModelsFile(entries, _awake(path, fields.get("awake"), len(entries)))
@@ -116,10 +116,10 @@ def _awake(path: Path, value: Any, models: int) -> int:
     """Return 0 where the file does not say it, and where all models may be awake."""
     if value is None:
         return 0
-    if not (isinstance(value, str) and value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= MOST_MODELS):
+    if not (isinstance(value, str) and value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= MAX_MODELS):
         shown = repr(value)[:100]
         raise ConfigurationError(
-            f"{path}: awake: {shown} is no number of models; write one from 1 to {MOST_MODELS}, or leave it out"
+            f"{path}: awake: {shown} is no number of models; write one from 1 to {MAX_MODELS}, or leave it out"
         )
     return int(value) if int(value) < models else 0
 
@@ -131,10 +131,10 @@ def _check_tokens(path: Path, text: bytes) -> None:
         if isinstance(token, yaml.AnchorToken | yaml.AliasToken):
             raise ConfigurationError(f"{path}: anchors and aliases of YAML are not allowed; write each model out")
         depth += isinstance(token, _BEGINS) - isinstance(token, _ENDS)
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             line = token.start_mark.line + 1
             raise ConfigurationError(
-                f"{path}: line {line}: mappings and lists in each other {depth} deep, at most {MOST_DEPTH}; "
+                f"{path}: line {line}: mappings and lists in each other {depth} deep, at most {MAX_DEPTH}; "
                 f"see docs/several-models.md"
             )
 
@@ -160,8 +160,8 @@ def _entry(path: Path, name: str, fields: Any) -> ModelEntry:
     source = f"{path}: model {name[:100]!r}"
     if not (is_repository(name) or _is_tag(name)):
         raise ConfigurationError(f"{source}: only [a-z0-9._-] or ORG/NAME is allowed; give it another name")
-    if len(name) > MOST_NAME:
-        raise ConfigurationError(f"{source}: {len(name)} characters, at most {MOST_NAME} are allowed; shorten it")
+    if len(name) > MAX_NAME:
+        raise ConfigurationError(f"{source}: {len(name)} characters, at most {MAX_NAME} are allowed; shorten it")
     if not isinstance(fields, dict):
         raise ConfigurationError(f"{source}: has no fields; give at least its source")
     try:

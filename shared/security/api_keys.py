@@ -15,11 +15,11 @@ import orjson
 
 from shared.keys import CLASSES
 from shared.models.hub import is_repository
-from shared.models.models_file import MOST_MODELS
+from shared.models.models_file import MAX_MODELS
 
 SCOPES = ("ops", "admin")
 """What a key may beyond requests: `ops` sees the live page, `admin` loads adapters, too."""
-MOST_KEYS = 10_000
+MAX_KEYS = 10_000
 """Bound on the keys in a Redis: every gateway holds all records in memory."""
 
 _NAME = re.compile(r"[a-z0-9._-]{1,128}")
@@ -76,7 +76,7 @@ class KeyRecord:
 def are_models(text: str) -> bool:
     """Return whether a text is names of models, separated by commas."""
     names = text.split(",")
-    return len(names) <= MOST_MODELS and all(is_repository(name) or _NAME.fullmatch(name) for name in names)
+    return len(names) <= MAX_MODELS and all(is_repository(name) or _NAME.fullmatch(name) for name in names)
 
 
 def new_key() -> tuple[str, str]:

@@ -12,9 +12,9 @@ from shared.errors import ModelError
 from shared.models.fields import Fields
 from shared.models.model_files import AGAIN, read_json_if_any
 
-MOST_END_IDS = 8
+MAX_END_IDS = 8
 """A worker bans and a scheduler checks at most 16 stop ids of a sequence; the request may give the other 8."""
-MOST_ID = 4 << 20
+MAX_ID = 4 << 20
 """Token ids are below: tables have a row for each."""
 
 
@@ -30,12 +30,12 @@ def end_ids(directory: Path) -> list[int]:
         path = directory / "tokenizer.json"
         value = _named_id(directory)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(id_) is int and 0 <= id_ < MOST_ID for id_ in ids):
+    if not all(type(id_) is int and 0 <= id_ < MAX_ID for id_ in ids):
         raise ModelError(
-            f"{path}: eos_token_id is {repr(value)[:60]}, expected an id below {MOST_ID} or a list of them; {AGAIN}"
+            f"{path}: eos_token_id is {repr(value)[:60]}, expected an id below {MAX_ID} or a list of them; {AGAIN}"
         )
-    if len(ids) > MOST_END_IDS:
-        raise ModelError(f"{path}: {len(ids)} end-of-text ids, at most {MOST_END_IDS}; remove some of eos_token_id")
+    if len(ids) > MAX_END_IDS:
+        raise ModelError(f"{path}: {len(ids)} end-of-text ids, at most {MAX_END_IDS}; remove some of eos_token_id")
     return ids
 
 

@@ -51,13 +51,13 @@ JUDGE_AFTER_S, WAKE_S = 1.0, 0.02
 JUDGE_AFTER_S; the first WAKE_S of a question do not count. The process starves where the wait is longer than PATIENCE
 times the processor time.
 """
-STARVED_FOR_S, MOST_STARVED_FOR_S = 60.0, 3600.0
+STARVED_FOR_S, MAX_STARVED_FOR_S = 60.0, 3600.0
 """Then another one has a low priority for so long, and twice as long each time that idle time is too short again."""
 MEMORY_BYTES = 1 << 30
 """Of the process. The grammars that it keeps may take KEPT_SHARE of that, so that there is room for one question."""
 KEPT_SHARE = 0.5
 MIB = 1 << 20
-MOST_QUESTION_BYTES, MOST_ANSWER_BYTES = 64 << 20, 1 << 20
+MAX_QUESTION_BYTES, MAX_ANSWER_BYTES = 64 << 20, 1 << 20
 LOOK_AHEAD_S = 0.001
 """Processor time of a question, without that of compiling, from which on no further guess is followed."""
 CHECK, BEGIN, GO_ON = b"C", b"B", b"G"
@@ -70,7 +70,7 @@ HEAD = struct.Struct("<c?QIII")
 of guesses and of keys to forget; then these, and the grammar."""
 COUNT = struct.Struct("<I")
 """Of the masks of an answer, before the rest: for each mask the number of forced tokens, these tokens, the masks."""
-MOST_FORCED = 16
+MAX_FORCED = 16
 """Forced tokens behind one place."""
 NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
@@ -112,9 +112,9 @@ class IdleTime:
 
     def give_up(self) -> float:
         """Take no idle time for some seconds, and return how many."""
-        for_s = min(STARVED_FOR_S * 2.0**self._starvations, MOST_STARVED_FOR_S)
+        for_s = min(STARVED_FOR_S * 2.0**self._starvations, MAX_STARVED_FOR_S)
         self._starved_until = time.monotonic() + for_s
-        self._starvations += for_s < MOST_STARVED_FOR_S
+        self._starvations += for_s < MAX_STARVED_FOR_S
         return for_s
 
     def _wait_s(self) -> float:
@@ -156,7 +156,7 @@ class GrammarProcess:
         self.on_ended: Callable[[], object] = lambda: None
         self._fed_tokens: dict[int, int] = {}  # outputs that the far end has taken, by key
         self._forgotten: list[int] = []
-        self.jail = Jail("shared.text.grammar_process", first, PATIENCE * QUESTION_S, MOST_ANSWER_BYTES)
+        self.jail = Jail("shared.text.grammar_process", first, PATIENCE * QUESTION_S, MAX_ANSWER_BYTES)
         self._idle_time = IdleTime(self.jail) if in_idle_time else None
 
     def check(self, grammar: str) -> None:
@@ -377,7 +377,7 @@ class SequenceMatchers:
         if not guesses and not _allows_one(masks[0]):
             return forced_tokens
         matcher = self._matchers[key][1].deep_copy()
-        for guess in guesses[: MOST_ANSWER_BYTES // (len(masks[0]) + 4 * MOST_FORCED) - 2]:
+        for guess in guesses[: MAX_ANSWER_BYTES // (len(masks[0]) + 4 * MAX_FORCED) - 2]:
             if matcher.is_stopped() or not allows(masks[-1], guess) or time.thread_time() > self._guess_until:
                 break
             if not (mask := self._mask(matcher, [guess])):
@@ -385,7 +385,7 @@ class SequenceMatchers:
             masks.append(mask)
             forced_tokens.append([])
         if _allows_one(masks[-1]) and not matcher.is_stopped() and time.thread_time() <= self._guess_until:
-            forced_tokens[-1] = matcher.compute_ff_tokens()[:MOST_FORCED]  # of the text that the mask was computed with
+            forced_tokens[-1] = matcher.compute_ff_tokens()[:MAX_FORCED]  # of the text that the mask was computed with
         return forced_tokens
 
     def _mask(self, matcher: LLMatcher, tokens: list[int]) -> bytes:
@@ -433,7 +433,7 @@ def main() -> int:
             yield_to_others()
         confine(settings["bytes"])
         while True:
-            question = connection.recv_bytes(MOST_QUESTION_BYTES)
+            question = connection.recv_bytes(MAX_QUESTION_BYTES)
             if HEAD.unpack_from(question)[1]:
                 run_when_idle()
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])

@@ -22,9 +22,9 @@ from shared.text.tokenizer import no_panic, tokenizer_json
 if TYPE_CHECKING:  # an engine without grammars, as the GPU's bench runs it, does without llguidance
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_GRAMMAR_BYTES = 64 * 1024
+MAX_GRAMMAR_BYTES = 64 * 1024
 """Bound of the wire form."""
-TOO_LONG = f"it is longer than {MOST_GRAMMAR_BYTES} bytes; send a shorter one"
+TOO_LONG = f"it is longer than {MAX_GRAMMAR_BYTES} bytes; send a shorter one"
 CACHE_BYTES = 64 << 20
 ENTRY_BYTES, BYTES_PER_BYTE = 64 * 1024, 32
 """Estimated size of a compiled grammar. Measured: 44 KiB for a schema of 300 bytes, growing with its length."""
@@ -109,7 +109,7 @@ class Grammars:
 
         Copies of one matcher share the states of a lexer, so they count together against a bound of LIMITS.
         """
-        if len(grammar.encode()) > MOST_GRAMMAR_BYTES:
+        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
             raise GrammarError(TOO_LONG)
         tokenizer = self._read_tokenizer()
         from llguidance import LLMatcher, LLParserLimits

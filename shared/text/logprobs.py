@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from shared.wire.columns import Float32, Int32
 
-MOST = 20
+MAX_LOGPROBS = 20
 """Bound of the most likely tokens in a request, besides the sampled one."""
 
 Columns = npt.NDArray[np.generic]
@@ -51,9 +51,9 @@ def prompt_record_bytes(logprob_count: int) -> int:
 
 def wrong_number(logprob_count: int, name: str = "logprobs") -> str:
     """Return the problem of a request's number of tokens; empty if there is none."""
-    if logprob_count <= MOST + 1:
+    if logprob_count <= MAX_LOGPROBS + 1:
         return ""
-    return f"{name}: {logprob_count - 1} tokens besides the sampled one; ask for at most {MOST}"
+    return f"{name}: {logprob_count - 1} tokens besides the sampled one; ask for at most {MAX_LOGPROBS}"
 
 
 def pack_record(sampled_logprob: float, ids: Columns, logprobs: Columns) -> bytes:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-MOST_REGEX_BYTES = 16 * 1024
-MOST_REPEATS = 1000
+MAX_REGEX_BYTES = 16 * 1024
+MAX_REPEATS = 1000
 """n and m of `{n,m}`."""
-MOST_GROUPS_DEEP = 32
+MAX_GROUPS_DEEP = 32
 
 _QUANTIFIER = re.compile(r"([*+?]|\{(\d*)(,?)(\d*)\})([?+]?)")
 _ESCAPE = re.compile(r"\\(?:[pPx]\{[^}]*\}|x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{4}|.)", re.DOTALL)
@@ -55,8 +55,8 @@ def _is_repetition(items: list[_Item]) -> bool:
 def regex_problem(pattern: str) -> str:
     """Return what is wrong with an expression, as in "it {problem}"; empty for one that may be used."""
     size = len(pattern.encode())
-    if size > MOST_REGEX_BYTES:
-        return f"has {size} bytes, at most {MOST_REGEX_BYTES}"
+    if size > MAX_REGEX_BYTES:
+        return f"has {size} bytes, at most {MAX_REGEX_BYTES}"
     groups, at = [_Group()], 0
     while at < len(pattern):
         char = pattern[at]
@@ -76,8 +76,8 @@ def regex_problem(pattern: str) -> str:
             at = opening.end()
             if not opening["alone"]:
                 groups.append(_Group(is_look=bool(opening["look"]), is_atomic=bool(opening["atomic"])))
-                if len(groups) > MOST_GROUPS_DEEP:
-                    return f"has groups nested more than {MOST_GROUPS_DEEP} deep"
+                if len(groups) > MAX_GROUPS_DEEP:
+                    return f"has groups nested more than {MAX_GROUPS_DEEP} deep"
             continue
         elif char == "|":
             groups[-1].alternatives.append([])
@@ -93,8 +93,8 @@ def regex_problem(pattern: str) -> str:
                 break  # a bracket that stands for itself
             at = quantifier.end()
             low, high = _range(sign, least, comma, most)
-            if max(low, high or 0) > MOST_REPEATS:
-                return f"repeats more than {MOST_REPEATS} times by a number"
+            if max(low, high or 0) > MAX_REPEATS:
+                return f"repeats more than {MAX_REPEATS} times by a number"
             if high != 1 and item.is_repetition:
                 return "repeats a group that is a repetition itself, which can take exponential time"
             item = _Item(

@@ -27,34 +27,34 @@ from shared.messages import shorten
 from shared.models.gguf.tokenizer import LLAMA_3, QWEN_2
 from shared.models.model_files import read_bounded
 from shared.processes.jail import Jail, JailError
-from shared.text.end_of_text import MOST_ID
+from shared.text.end_of_text import MAX_ID
 from shared.text.regex_bounds import regex_problem
 from shared.wire.columns import unpack
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MOST_DECODED_BYTES = 1 << 30
+MAX_DECODED_BYTES = 1 << 30
 """Of the text of ids, as bounded by the longest token: 256 bytes for each of a million ids."""
-MOST_VALUES = 8 << 20
+MAX_VALUES = 8 << 20
 """JSON values in the file, counted by its commas and brackets. Gemma 3 has 2 million."""
-MOST_STEPS = 64
+MAX_STEPS = 64
 """Of a normalizer, pre-tokenizer, post-processor or decoder, each."""
-MOST_DEPTH = 4
+MAX_DEPTH = 4
 """Of a Sequence in a Sequence."""
-MOST_STEP_BYTES = 2 << 20
+MAX_STEP_BYTES = 2 << 20
 """Of each of these four parts. T5's table of characters has 320 kB."""
-MOST_GROWTH = 4096
+MAX_GROWTH = 4096
 """Bytes that the library makes of one byte of a text at most, by normalizer, pre-tokenizer and post-processor."""
-MOST_DECODER_GROWTH = 4
+MAX_DECODER_GROWTH = 4
 """The same of a decoder, for one byte of a token."""
-MOST_TOKEN_BYTES = 2048
+MAX_TOKEN_BYTES = 2048
 """Of one token's text. The longest ones of models are runs of some hundred blanks."""
-MOST_AFFIX_BYTES = 64
+MAX_AFFIX_BYTES = 64
 """Of the prefix or suffix that a model puts at each part of a word."""
-MOST_WORD_CHARS = 1000
+MAX_WORD_CHARS = 1000
 """Of a word for WordPiece; its time grows with the square of it."""
-MOST_NORMALIZED_BYTES = 32 << 20
+MAX_NORMALIZED_BYTES = 32 << 20
 """Of one text after normalizer and pre-tokenizer, by its growth. The library needs up to 130 bytes for each."""
 QUICK_CHARS = 1024
 QUICK_BYTES = 64 * 1024
@@ -80,7 +80,7 @@ IDLE = struct.Struct("<d")
 QUESTION = struct.Struct("<d??I")
 """Seconds, whether special tokens are added, whether there are two texts, bytes of the first. The texts follow."""
 FAR_END = "shared.text.tokenizer_process"
-MOST_ANSWER_BYTES = 1 << 30
+MAX_ANSWER_BYTES = 1 << 30
 TAKEN, REFUSED = b"T", b"R"
 """First byte of an answer. int32 follow: where tokens of type 1 begin, and the ids; or why."""
 
@@ -123,7 +123,7 @@ class Encoders:
                 FAR_END,
                 IDLE.pack(0 if is_ready and at == 0 else IDLE_S) + source.encode(),
                 self._load_s,
-                MOST_ANSWER_BYTES,
+                MAX_ANSWER_BYTES,
             )
             for at in range(PROCESSES)
         ]
@@ -251,10 +251,10 @@ class BoundedTokenizer:
 
     def _encode(self, first: str, second: str | None, add_special_tokens: bool) -> tuple[list[int], int]:
         size = sum(len(text.encode("utf-8", "surrogatepass")) for text in (first, second or ""))
-        if size * self.growth > MOST_NORMALIZED_BYTES:
+        if size * self.growth > MAX_NORMALIZED_BYTES:
             raise TokenizerError(
-                f"{size} bytes may become {self.growth} times as many, and at most {MOST_NORMALIZED_BYTES} are taken; "
-                f"send at most {MOST_NORMALIZED_BYTES // self.growth} bytes"
+                f"{size} bytes may become {self.growth} times as many, and at most {MAX_NORMALIZED_BYTES} are taken; "
+                f"send at most {MAX_NORMALIZED_BYTES // self.growth} bytes"
             )
         if self.is_predictable and size * self.growth <= IN_PROCESS_BYTES:
             return encode(self.library, first, second, add_special_tokens)
@@ -281,8 +281,8 @@ def tokenizer_json(path: Path) -> str:
 def check_tokenizer(data: bytes) -> tuple[str, int, bool]:
     """Return the checked JSON of a tokenizer, its growth, and whether it is predictable. Raise ValueError."""
     values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
-    if values > MOST_VALUES:
-        raise ValueError(f"JSON: about {values} values, at most {MOST_VALUES}; choose another model")
+    if values > MAX_VALUES:
+        raise ValueError(f"JSON: about {values} values, at most {MAX_VALUES}; choose another model")
     try:
         source = json.loads(data, parse_constant=_refuse_constant)
         text = _text(source)  # from values: another parser may take another one of two equal keys
@@ -292,9 +292,9 @@ def check_tokenizer(data: bytes) -> tuple[str, int, bool]:
         raise ValueError("JSON: not an object; save the tokenizer again")
     regexes = set[str]()
     growth = {part: _Steps(part, source.get(part), regexes).growth for part in _NESTED}
-    _check_growth("decoder", growth.pop("decoder"), MOST_DECODER_GROWTH)
+    _check_growth("decoder", growth.pop("decoder"), MAX_DECODER_GROWTH)
     total_growth = math.prod(growth.values())
-    _check_growth(max(growth, key=lambda part: growth[part]), total_growth, MOST_GROWTH)
+    _check_growth(max(growth, key=lambda part: growth[part]), total_growth, MAX_GROWTH)
     _check_model(source.get("model"))
     _check_added(source.get("added_tokens"), total_growth)
     return text, total_growth, regexes <= KNOWN_REGEXES
@@ -390,16 +390,16 @@ class _Steps:
         self._regexes = regexes
         self._count = 0
         size = len(_text(root).encode("utf-8", "surrogatepass"))
-        if size > MOST_STEP_BYTES:
-            raise ValueError(f"{part}: {size} bytes, at most {MOST_STEP_BYTES}; choose another model")
+        if size > MAX_STEP_BYTES:
+            raise ValueError(f"{part}: {size} bytes, at most {MAX_STEP_BYTES}; choose another model")
         self.growth = 1 if root is None else self._walk(root, 0)
 
     def _walk(self, step: Any, depth: int) -> int:
         self._count += 1
-        if self._count > MOST_STEPS:
-            raise self._wrong(f"more than {MOST_STEPS} steps", "remove some")
-        if depth > MOST_DEPTH:
-            raise self._wrong(f"a Sequence at depth {depth}, at most {MOST_DEPTH}", "put its steps into one Sequence")
+        if self._count > MAX_STEPS:
+            raise self._wrong(f"more than {MAX_STEPS} steps", "remove some")
+        if depth > MAX_DEPTH:
+            raise self._wrong(f"a Sequence at depth {depth}, at most {MAX_DEPTH}", "put its steps into one Sequence")
         kind = str(step.get("type")) if isinstance(step, dict) else "None"
         if kind == "Sequence":
             steps = step.get(_NESTED[self._part])
@@ -446,10 +446,10 @@ class _Steps:
     def template(self, step: dict[str, Any]) -> int:
         pieces = [step.get("single"), step.get("pair")]
         special_tokens = step.get("special_tokens")
-        if not all(isinstance(one, list) and len(one) <= MOST_STEPS for one in pieces):
-            raise self._wrong(f"TemplateProcessing needs lists `single` and `pair` of at most {MOST_STEPS} pieces")
-        if not isinstance(special_tokens, dict) or sum(len(_ids(one)) for one in special_tokens.values()) > MOST_STEPS:
-            raise self._wrong(f"TemplateProcessing needs `special_tokens` with at most {MOST_STEPS} ids")
+        if not all(isinstance(one, list) and len(one) <= MAX_STEPS for one in pieces):
+            raise self._wrong(f"TemplateProcessing needs lists `single` and `pair` of at most {MAX_STEPS} pieces")
+        if not isinstance(special_tokens, dict) or sum(len(_ids(one)) for one in special_tokens.values()) > MAX_STEPS:
+            raise self._wrong(f"TemplateProcessing needs `special_tokens` with at most {MAX_STEPS} ids")
         return max(1, *(sum(isinstance(piece, dict) and "Sequence" in piece for piece in one or ()) for one in pieces))
 
     def _pattern(self, step: dict[str, Any]) -> int:
@@ -502,13 +502,13 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, dict):
         return  # the library says what is wrong
     for name in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"):
-        if isinstance(text := model.get(name), str) and len(text.encode()) > MOST_AFFIX_BYTES:
+        if isinstance(text := model.get(name), str) and len(text.encode()) > MAX_AFFIX_BYTES:
             raise ValueError(
-                f"model.{name}: {len(text.encode())} bytes, at most {MOST_AFFIX_BYTES}; choose another model"
+                f"model.{name}: {len(text.encode())} bytes, at most {MAX_AFFIX_BYTES}; choose another model"
             )
     chars = model.get("max_input_chars_per_word")
-    if isinstance(chars, int) and chars > MOST_WORD_CHARS:
-        raise ValueError(f"model.max_input_chars_per_word: {chars}, at most {MOST_WORD_CHARS}; set it to 100")
+    if isinstance(chars, int) and chars > MAX_WORD_CHARS:
+        raise ValueError(f"model.max_input_chars_per_word: {chars}, at most {MAX_WORD_CHARS}; set it to 100")
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         _check_id("model.vocab", max((id_ for id_ in vocabulary.values() if isinstance(id_, int)), default=0))
@@ -529,23 +529,23 @@ def _check_added(added_tokens: Any, growth: int) -> None:
     _check_longest("added_tokens", texts)
     _check_id("added_tokens", max((token["id"] for token in tokens if isinstance(token.get("id"), int)), default=0))
     size = growth * sum(len(text.encode()) for text in texts)
-    if size > MOST_NORMALIZED_BYTES:  # each is normalized when the file is read
+    if size > MAX_NORMALIZED_BYTES:  # each is normalized when the file is read
         raise ValueError(
-            f"added_tokens: {size} bytes when normalized, at most {MOST_NORMALIZED_BYTES}; remove some of {len(texts)}"
+            f"added_tokens: {size} bytes when normalized, at most {MAX_NORMALIZED_BYTES}; remove some of {len(texts)}"
         )
 
 
 def _check_longest(name: str, texts: Any) -> None:
     longest = max(map(len, texts), default=0)
-    if longest > MOST_TOKEN_BYTES:
+    if longest > MAX_TOKEN_BYTES:
         raise ValueError(
-            f"{name}: a token of {longest} characters, at most {MOST_TOKEN_BYTES}; remove it, or choose another model"
+            f"{name}: a token of {longest} characters, at most {MAX_TOKEN_BYTES}; remove it, or choose another model"
         )
 
 
 def _check_id(name: str, highest: int) -> None:
-    if highest >= MOST_ID:
-        raise ValueError(f"{name}: token id {highest}, at most {MOST_ID - 1}; number the tokens from 0")
+    if highest >= MAX_ID:
+        raise ValueError(f"{name}: token id {highest}, at most {MAX_ID - 1}; number the tokens from 0")
 
 
 def _ids(special: Any) -> list[Any]:

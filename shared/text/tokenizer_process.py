@@ -19,8 +19,8 @@ from pathlib import Path
 from shared.processes.jail import allocator, confine
 from shared.text.tokenizer import (
     IDLE,
+    MAX_NORMALIZED_BYTES,
     MEMORY_BYTES,
-    MOST_NORMALIZED_BYTES,
     QUESTION,
     REFUSED,
     TAKEN,
@@ -51,7 +51,7 @@ def main() -> int:
             # `poll` of a connection needs a file more than `confine` leaves.
             if not select.select([connection], [], [], idle_s or None)[0]:
                 signal.raise_signal(signal.SIGKILL)  # a question that comes right now is asked again
-            question = connection.recv_bytes(QUESTION.size + MOST_NORMALIZED_BYTES)
+            question = connection.recv_bytes(QUESTION.size + MAX_NORMALIZED_BYTES)
             seconds, special, is_pair, end = QUESTION.unpack_from(question)
             end += QUESTION.size
             texts = [part.decode("utf-8", "surrogatepass") for part in (question[QUESTION.size : end], question[end:])]

@@ -10,11 +10,11 @@ from protos import queue_pb2
 from shared.wire.columns import Int32, unpack, unpack_list
 
 LAST_FINISH = 5
-MOST_VOCABULARY = 1 << 24
+MAX_VOCABULARY = 1 << 24
 """Bound of any model's vocabulary, for a reader that does not know the model's."""
 
 
-def decode_batch(fields: Mapping[bytes, bytes], vocab_size: int = MOST_VOCABULARY) -> queue_pb2.TokenBatch:
+def decode_batch(fields: Mapping[bytes, bytes], vocab_size: int = MAX_VOCABULARY) -> queue_pb2.TokenBatch:
     """Return the batch of a stream entry. Raises KeyError, DecodeError, or ValueError for columns that do not fit, and
     for a token outside the vocabulary.
     """

@@ -23,7 +23,7 @@ from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import BuildError
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.calls import HEAD_DIMS
-from kernels.ops import MOST_CODE, AnyOps, Attention, Batch, Cache, CacheShape, Int32, Norm
+from kernels.ops import MAX_CODE, AnyOps, Attention, Batch, Cache, CacheShape, Int32, Norm
 from tests.kernels.cpu_variants import is_one_named, library, names
 
 Float64 = npt.NDArray[np.float64]
@@ -206,8 +206,8 @@ def attended(
 
 def coded(x: Tensor, kv_dtype: str) -> Tensor:
     """Return the numbers [..., head_dim] that codes of `kv_dtype` and scales stand for, in float32."""
-    scale = x.float().abs().amax(-1, keepdim=True) / MOST_CODE[kv_dtype]
-    numbers = (x.float() / torch.where(scale > 0, scale, torch.inf)).clip(-MOST_CODE[kv_dtype], MOST_CODE[kv_dtype])
+    scale = x.float().abs().amax(-1, keepdim=True) / MAX_CODE[kv_dtype]
+    numbers = (x.float() / torch.where(scale > 0, scale, torch.inf)).clip(-MAX_CODE[kv_dtype], MAX_CODE[kv_dtype])
     codes = torch.round(numbers) if kv_dtype == "int8" else numbers.to(torch.float8_e4m3fn).float()
     return codes * scale
 

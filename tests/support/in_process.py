@@ -21,8 +21,8 @@ from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
 from shared.wire.columns import pack, unpack
 
-MOST_STEPS = 200_000
-MOST_IDLE = 1_000
+MAX_STEPS = 200_000
+MAX_IDLE = 1_000
 IDLE_NS = 1_000_000
 STEP_NS, TOKEN_NS, BLOCK_NS = 1_000_000, 50_000, 5_000
 
@@ -102,7 +102,7 @@ def run(
     later, now, idle = deque(requests), 1, 0
     for _ in range(len(requests) // 2):
         recorded.take(core.add(later.popleft(), now))
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if later:
             recorded.take(core.add(later.popleft(), now))
         for worker in workers:
@@ -112,7 +112,7 @@ def run(
             if not core.unfinished_count and not later:
                 break
             idle += 1
-            if idle > MOST_IDLE:
+            if idle > MAX_IDLE:
                 break
             now += IDLE_NS  # a policy may wait for company
             continue

@@ -1,9 +1,9 @@
 // Numbers in 8 bits with one scale: keys and values (kv_8bit.h), and the activations of W8A8 (formats/w8a8.h).
 //
-// Numbers x are held as a float32 scale = max |x| / MOST and as codes: x / scale, at most MOST in size, rounded to the
+// Numbers x are held as a float32 scale = max |x| / MAX and as codes: x / scale, at most MAX in size, rounded to the
 // nearest number that a code stands for, ties to even.
-//   Int8Code  integers, MOST 127
-//   Fp8Code   e4m3fn, MOST 448: sign, four bits of exponent with bias 7, three of fraction; denormal numbers below 2^-6
+//   Int8Code  integers, MAX 127
+//   Fp8Code   e4m3fn, MAX 448: sign, four bits of exponent with bias 7, three of fraction; denormal numbers below 2^-6
 //             (OCP 8-bit Floating Point Specification 1.0, 5.3). The code of its NaN is not written.
 // All codes stand for 0 where the scale is 0; the scale is NaN where a number is infinite or NaN. The codes stand for
 // code * scale in float32.
@@ -31,7 +31,7 @@ static inline vi load_codes(const int8_t* p) {
 static inline float whole(float unit) { return 12582912.0f * unit; }  // 1.5 * 2^23
 
 struct Int8Code {
-  static constexpr float MOST = 127;
+  static constexpr float MAX = 127;
   static inline vi encode(vf x) { return (vi)(x + whole(1)) - (vi)splat(whole(1)); }
   static inline vf decode(const int8_t* p) {
 #if LANES == 16
@@ -46,7 +46,7 @@ struct Int8Code {
 };
 
 struct Fp8Code {
-  static constexpr float MOST = 448;
+  static constexpr float MAX = 448;
   static inline vi encode(vf x) {
     const vu bits = (vu)x, size = bits & 0x7fffffff;
     const vu denormal = (vu)((vf)size + whole(0x1p-9f)) - (vu)splat(whole(0x1p-9f));
@@ -95,8 +95,8 @@ template <typename Code>
 static inline void encode(const float* x, float scale, int64_t padded, int8_t* codes) {
   const float divisor = scale > 0 ? scale : __builtin_inff();
   for (int64_t i = 0; i < padded; i += LANES) {
-    // More than MOST only where the scale is denormal.
-    const vf number = vec_max(vec_min(load(x + i) / divisor, splat(Code::MOST)), splat(-Code::MOST));
+    // More than MAX only where the scale is denormal.
+    const vf number = vec_max(vec_min(load(x + i) / divisor, splat(Code::MAX)), splat(-Code::MAX));
     const codes8 code = __builtin_convertvector(Code::encode(number), codes8);
     memcpy(codes + i, &code, sizeof code);
   }

@@ -37,7 +37,7 @@ template <typename Code>
 static inline void write_codes(const Pool& p, char* part, bool is_value, int64_t offset, const float* x,
                                int8_t* codes) {
   const CodeLane lane = code_lane(p, part, is_value, offset);
-  *lane.scale = code_scale(x, p.head_stride, Code::MOST);
+  *lane.scale = code_scale(x, p.head_stride, Code::MAX);
   encode<Code>(x, *lane.scale, p.head_stride, codes);
   if (is_value) {
     memcpy(lane.codes, codes, p.head_stride);

@@ -21,7 +21,7 @@ from kernels.ops import Groups
 
 PACKINGS = {packing.bits: packing for packing in (calls.Q4, calls.FP8)}
 """By Groups.bits."""
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Of a product without unpacking. Beyond it the weights are unpacked and multiplied by torch."""
 
 TILE, UNIT = calls.PACKED_TILE, calls.PACKED_UNIT
@@ -92,7 +92,7 @@ def pack(gpu: Device, parts: Iterable[Groups], outputs: int, inputs: int, bias: 
 
 def multiply(gpu: Device, x: Tensor, weight: Quantized, out: Tensor) -> None:
     """Write x [N, inputs] times the matrix to out [N, outputs], of which the rows may lie apart; N is not 0."""
-    if x.shape[0] > MOST_ROWS:
+    if x.shape[0] > MAX_ROWS:
         _multiply_unpacked(gpu, x, weight, out)
         return
     call = calls.linear_packed(

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int SLAB = 16;
 constexpr int SCALE_BYTES = 4;
-constexpr float MOST_CODE = 448.0f;
+constexpr float MAX_CODE = 448.0f;
 
 // Bytes of a slab.
 __device__ __forceinline__ int coded_slab(int head_dim) { return SLAB * (head_dim + SCALE_BYTES); }
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t larger_size(uint32_t size, float x) {
 
 // size: of the largest number.
 __device__ __forceinline__ float scale_of(uint32_t size) {
-  return size >= 0x7f800000u ? __uint_as_float(0x7fffffffu) : __uint_as_float(size) / MOST_CODE;
+  return size >= 0x7f800000u ? __uint_as_float(0x7fffffffu) : __uint_as_float(size) / MAX_CODE;
 }
 
 // The code of a number, already divided by its scale.

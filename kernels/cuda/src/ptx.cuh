@@ -31,15 +31,15 @@ typedef unsigned long long uint64_t;
 
 // From 12.0 on a multiprocessor has 100 KiB of shared memory: two blocks of what asks for three.
 #if __CUDA_ARCH__ >= 1200
-#define MOST_RESIDENT 2
+#define MAX_RESIDENT 2
 #else
-#define MOST_RESIDENT 32
+#define MAX_RESIDENT 32
 #endif
 
 // The same with so few registers that a multiprocessor has enough for `blocks` blocks of `threads` threads at once.
 #define RESIDENT_KERNEL(name, Params, threads, blocks, ...)                                                     \
   extern "C" __constant__ unsigned name##_params = sizeof(Params);                                              \
-  extern "C" __global__ void __launch_bounds__(threads, (blocks) < MOST_RESIDENT ? (blocks) : MOST_RESIDENT)    \
+  extern "C" __global__ void __launch_bounds__(threads, (blocks) < MAX_RESIDENT ? (blocks) : MAX_RESIDENT)    \
       name(const __grid_constant__ Params given) {                                                              \
     (__VA_ARGS__)(given);                                                                                       \
   }

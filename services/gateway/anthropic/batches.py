@@ -29,7 +29,7 @@ from shared.messages import quote
 
 PATH = "/v1/messages/batches"
 WINDOW_H = 24
-MOST_BATCHES = 1000
+MAX_BATCHES = 1000
 """Of one page of the list."""
 LINES_AT_ONCE = 256
 """Of the results, read by one call of a thread."""
@@ -75,7 +75,7 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.get(PATH, responses={200: FOUND, **refusals()})
     async def list_message_batches(
         request: Request,
-        limit: Annotated[int, Query(ge=1, le=MOST_BATCHES)] = 20,
+        limit: Annotated[int, Query(ge=1, le=MAX_BATCHES)] = 20,
         after_id: BatchId = None,
         before_id: BatchId = None,
     ) -> Response:

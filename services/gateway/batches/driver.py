@@ -36,7 +36,7 @@ SWEEP_S = 600.0
 LEASE_MS = 10_000
 RENEWALS = 4
 """In the time of a lease."""
-MOST_DRIVEN = 8
+MAX_DRIVEN = 8
 """Batches that a gateway drives at a time."""
 PAUSE_S = 30.0
 """After a batch could not be driven, as when the disk is full."""
@@ -102,7 +102,7 @@ class BatchDriver:
         await self._redis.aclose()
 
     async def _look(self) -> None:
-        """Begin to drive batches that no gateway drives, those of each tenant in turn. Where there are MOST_DRIVEN, one
+        """Begin to drive batches that no gateway drives, those of each tenant in turn. Where there are MAX_DRIVEN, one
         of a tenant with at least two more than another is left for a batch of that one: batches may run for days.
         """
         app = self.app
@@ -132,7 +132,7 @@ class BatchDriver:
 
     @property
     def _is_full(self) -> bool:
-        return len(self._tasks) >= MOST_DRIVEN
+        return len(self._tasks) >= MAX_DRIVEN
 
     def _removable(self, turn: int) -> OpenBatch | None:
         """Return the youngest batch of the tenant with the most that are driven, where that is at least two more than

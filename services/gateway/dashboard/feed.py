@@ -24,7 +24,7 @@ from shared.telemetry.stack_view import HISTORY, HISTORY_S, StackReader, View
 log = logging.getLogger("orcinus.gateway")
 
 EVERY_S = 1.0
-MOST_VIEWERS = 32
+MAX_VIEWERS = 32
 POINTS = 600
 """Rows of a longer history: a chart has no more pixels for them."""
 FAILED = (*Unreachable, RedisError)
@@ -82,8 +82,8 @@ class Feed:
 
     def enter(self) -> Viewer:
         """Return a new viewer, which has to `leave`. Raise ApiError(503) when too many watch."""
-        if len(self._viewers) >= MOST_VIEWERS:
-            raise unavailable(f"too many open pages (limit {MOST_VIEWERS}); close one", "too_many_viewers", 10)
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise unavailable(f"too many open pages (limit {MAX_VIEWERS}); close one", "too_many_viewers", 10)
         viewer = Viewer()
         self._viewers.add(viewer)
         if self._task is None:

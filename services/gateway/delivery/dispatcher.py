@@ -25,7 +25,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from protos import queue_pb2
 from services.gateway.auth import Caller
-from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
+from services.gateway.cluster import EVERY_S, MAX_MEMORY_SHARE, Cluster
 from services.gateway.delivery.stream import (
     Offer,
     RequestStream,
@@ -67,13 +67,13 @@ from shared.redis_client import (
 from shared.settings import GatewaySettings
 from shared.tasks import end
 from shared.wire.columns import unpack
-from shared.wire.token_batches import MOST_VOCABULARY, check_tokens, decode_batch
+from shared.wire.token_batches import MAX_VOCABULARY, check_tokens, decode_batch
 
 log = logging.getLogger("orcinus.gateway")
 
-MOST_KEPT = 65_536
+MAX_KEPT = 65_536
 """About 1 KiB each."""
-MOST_REFUSALS = 60
+MAX_REFUSALS = 60
 """Once a second, so about a minute in which Redis has no memory or is a replica."""
 
 
@@ -109,18 +109,18 @@ class Retries:
         earlier = self._commands.pop(command.key, None)
         if earlier is not None:
             command.refusals = max(command.refusals, earlier.refusals)
-        elif len(self._commands) >= MOST_KEPT:
+        elif len(self._commands) >= MAX_KEPT:
             request_id, kind = oldest = next(iter(self._commands))
             del self._commands[oldest]
-            log.error("dropping %s of %s: %d commands are waiting for Redis", kind, request_id, MOST_KEPT)
+            log.error("dropping %s of %s: %d commands are waiting for Redis", kind, request_id, MAX_KEPT)
         self._commands[command.key] = command
 
     def on_refusal(self, command: Command, error: Exception) -> None:
-        """Keep a command that Redis refused, until MOST_REFUSALS."""
+        """Keep a command that Redis refused, until MAX_REFUSALS."""
         request_id, kind = command.key
         command.refusals += 1
-        if command.refusals >= MOST_REFUSALS:
-            log.error("giving up %s of %s: refused by Redis %d times: %s", kind, request_id, MOST_REFUSALS, error)
+        if command.refusals >= MAX_REFUSALS:
+            log.error("giving up %s of %s: refused by Redis %d times: %s", kind, request_id, MAX_REFUSALS, error)
             return
         if command.refusals == 1:
             log.warning("retrying %s of %s: refused by Redis: %s", kind, request_id, error)
@@ -132,7 +132,7 @@ class Retries:
         return list(waiting.values())
 
 
-MOST_QUESTIONS = 4096
+MAX_QUESTIONS = 4096
 ROUND = 64
 """Records read in one round of the working task."""
 SILENT_S = 5.0
@@ -251,7 +251,7 @@ def enqueue_arguments(
 ) -> tuple[list[str], list[Value]]:
     """Return the keys and arguments of enqueue.lua for these entries. now: time.monotonic()."""
     redis_keys = [keys.queue, keys.background, keys.background_of(gateway_id)]
-    arguments: list[Value] = [LIVE_TTL_MS, gateway_id, MEMORY_MOST]
+    arguments: list[Value] = [LIVE_TTL_MS, gateway_id, MAX_MEMORY_SHARE]
     for entry in entries:
         redis_keys += entry.keys
         arguments += entry.arguments(entry.left_ms(now))
@@ -269,7 +269,7 @@ class Dispatcher:
         metrics: Metrics,
         letters: DeadLetters | None = None,
         clients: Counter[str] | None = None,
-        vocab_size: int = MOST_VOCABULARY,
+        vocab_size: int = MAX_VOCABULARY,
     ) -> None:
         """clients: counts the streams that a client of a tenant waits for, by tenant. vocab_size: of the model."""
         self._vocab_size = vocab_size
@@ -569,8 +569,8 @@ class Dispatcher:
         task.
         """
         self._refuse_new()
-        if self._questions >= MOST_QUESTIONS:
-            text = f"too many questions: {MOST_QUESTIONS} are waiting for Redis; retry after the time in Retry-After"
+        if self._questions >= MAX_QUESTIONS:
+            text = f"too many questions: {MAX_QUESTIONS} are waiting for Redis; retry after the time in Retry-After"
             raise ApiError(429, text, code="overloaded", retry_after_s=2)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._answers.add(answer)

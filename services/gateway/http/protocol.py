@@ -35,7 +35,7 @@ from shared.settings import GatewaySettings
 log = logging.getLogger("orcinus.gateway")
 request_log = logging.getLogger("orcinus.request")
 
-MOST_HEADERS = 100
+MAX_HEADERS = 100
 OVER_THE_LIMIT = 256
 """Connections beyond the limit that get a 503; more are dropped without an answer."""
 FIRST_REQUEST_S = 0.5
@@ -201,7 +201,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self._bounds.head_bytes or len(self.headers) > MOST_HEADERS:
+        if size > self._bounds.head_bytes or len(self.headers) > MAX_HEADERS:
             self._refusal = self._too_long()
             raise self._refusal  # the parser hands it to `send_400_response`
         self._in_head, self._head_bytes = False, 0
@@ -234,7 +234,7 @@ class Protocol(HttpToolsProtocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def _too_long(self) -> ApiError:
-        text = f"request head too large: at most {self._bounds.head_bytes} bytes and {MOST_HEADERS} fields"
+        text = f"request head too large: at most {self._bounds.head_bytes} bytes and {MAX_HEADERS} fields"
         return ApiError(431, text, code="head_too_large")
 
     def _wait(self) -> None:

@@ -5,7 +5,7 @@ queue. A call that its client ends or loses cancels its requests. The certificat
 runs.
 
 Every method is served as a stream of requests; clients see no difference. gRPC calls the handler of any other method
-only when the message has come. So a client without a key could hold all of MOST_CALLS by sending no message.
+only when the message has come. So a client without a key could hold all of MAX_CALLS by sending no message.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class Certificate:
 
 
 SERVICE = "inference.GRPCInferenceService"
-MOST_CALLS = 4096
-TENANT_CALLS = MOST_CALLS // 2
+MAX_CALLS = 4096
+TENANT_CALLS = MAX_CALLS // 2
 """Of one tenant, where there are keys of others."""
-MOST_MESSAGE_BYTES = 2048
+MAX_MESSAGE_BYTES = 2048
 """Of an error, which may quote its client. A client takes 8 KiB of metadata, in which a byte of a message takes up to
 three; with more the call ends with another error.
 """
@@ -98,9 +98,9 @@ AT_ONCE_S = 2.0
 """A message that takes longer counts as the longest among the bodies that come in: gRPC does not say how much of it is
 there.
 """
-MOST_OF_A_STREAM = 256
+MAX_OF_A_STREAM = 256
 """Requests of one stream that run at the same time; it is read on when one of them ended."""
-MOST_ID = 1024
+MAX_ID = 1024
 """Characters; each answer repeats them."""
 READ_BYTES = 64 << 10
 """Messages that are longer than a body by so much are read, and refused here with a message and a code. At longer ones
@@ -141,8 +141,8 @@ class Inference:
         message, self.message = self.message, kserve.ModelInferRequest()
         if (size := message.ByteSize()) > most_bytes:
             raise too_big(most_bytes, f"{size} bytes")
-        if len(message.id) > MOST_ID:
-            text = f"id has {len(message.id)} characters; this server accepts at most {MOST_ID}"
+        if len(message.id) > MAX_ID:
+            text = f"id has {len(message.id)} characters; this server accepts at most {MAX_ID}"
             raise invalid("id", text, "invalid_value")
         check_outputs(message)
         return fields_of(message)
@@ -183,7 +183,7 @@ class GrpcFront:
             # A port in use is an error, not a second listener; with several processes the parent reserves it.
             ("grpc.so_reuseport", int(settings.processes > 1)),
         ]
-        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MOST_CALLS)
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         self._server.add_generic_rpc_handlers((self._handlers(),))
         host = settings.host.strip("[]")
         address = f"[{host}]:{settings.grpc_port}" if ":" in host else f"{host}:{settings.grpc_port}"
@@ -378,7 +378,7 @@ class GrpcFront:
             trailing_metadata = tuple(
                 (name, value) for name, value in details.items() if value and value.isascii() and value.isprintable()
             )
-            message = error.message.encode()[:MOST_MESSAGE_BYTES].decode("utf-8", "ignore")
+            message = error.message.encode()[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore")
             await context.abort(code, message, trailing_metadata)
         except Exception:
             status = "internal"
@@ -408,7 +408,7 @@ class _Stream:
         self._context = context
         self._call = call
         self._turn = asyncio.Lock()  # one write at a time
-        self._room = asyncio.Semaphore(MOST_OF_A_STREAM)
+        self._room = asyncio.Semaphore(MAX_OF_A_STREAM)
         self._writes: set[asyncio.Task[None]] = set()
         self._idle_s = front.settings.idle_connection_s
         self._idle = asyncio.timeout(self._idle_s)  # while no request runs

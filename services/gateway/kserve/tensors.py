@@ -15,7 +15,7 @@ import orjson
 from google.protobuf.message import DecodeError
 
 from protos import kserve_pb2 as kserve
-from services.gateway.errors import MOST_PARAM, ApiError, invalid
+from services.gateway.errors import MAX_PARAM, ApiError, invalid
 from services.gateway.openai.bodies import parse_json
 from shared.keys import CLASSES
 from shared.messages import quote, shorten
@@ -25,10 +25,10 @@ OUTPUTS = (("text_output", "BYTES", (-1,)), ("finish_reason", "BYTES", (-1,)))
 VERSIONS = ("", "1")
 EMPTY_FINAL = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"
-MOST_DIMENSIONS = 8
-MOST_ELEMENTS = 1 << 16
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 1 << 16
 """Of a tensor; more than any server's limit of choices. Both bound the work before a request has been checked."""
-MOST_FIELDS = 4096
+MAX_FIELDS = 4096
 """Of a message with those of its tensors. protobuf's time for a map grows with the square of its entries at some sizes:
 two seconds for 4 MB."""
 OVER_HTTP = (
@@ -49,8 +49,8 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 def read_request(data: bytes) -> kserve.ModelInferRequest:
-    """Return the message. Raise DecodeError, also for more than MOST_FIELDS fields."""
-    _count_fields(memoryview(data), MOST_FIELDS, _TENSORS)
+    """Return the message. Raise DecodeError, also for more than MAX_FIELDS fields."""
+    _count_fields(memoryview(data), MAX_FIELDS, _TENSORS)
     return kserve.ModelInferRequest.FromString(data)
 
 
@@ -74,7 +74,7 @@ def fields_of(request: kserve.ModelInferRequest) -> dict[str, Any]:
             if name in OVER_HTTP:
                 raise invalid(name, f"{name} is not a parameter over gRPC", "unsupported_parameter")
             if name in fields:
-                raise invalid(name, f"{shorten(name, MOST_PARAM)} is given twice", "invalid_value")
+                raise invalid(name, f"{shorten(name, MAX_PARAM)} is given twice", "invalid_value")
             fields[name] = value
     return fields
 
@@ -129,11 +129,11 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
         if datatype_of[name] == "BYTES":
             elements = _unpack(raw[index], name) if raw else tensor.contents.bytes_contents
         else:
-            elements = [byte != 0 for byte in raw[index][: MOST_ELEMENTS + 1]] if raw else tensor.contents.bool_contents
-        if len(elements) > MOST_ELEMENTS:
-            raise invalid(name, f"{name} may have {MOST_ELEMENTS} elements; got {len(elements)}", "invalid_value")
-        if len(tensor.shape) > MOST_DIMENSIONS:
-            text = f"the shape of {name} may have {MOST_DIMENSIONS} dimensions; got {len(tensor.shape)}"
+            elements = [byte != 0 for byte in raw[index][: MAX_ELEMENTS + 1]] if raw else tensor.contents.bool_contents
+        if len(elements) > MAX_ELEMENTS:
+            raise invalid(name, f"{name} may have {MAX_ELEMENTS} elements; got {len(elements)}", "invalid_value")
+        if len(tensor.shape) > MAX_DIMENSIONS:
+            text = f"the shape of {name} may have {MAX_DIMENSIONS} dimensions; got {len(tensor.shape)}"
             raise invalid(name, text, "invalid_value")
         if any(size < 0 for size in tensor.shape) or math.prod(tensor.shape) != len(elements):
             raise invalid(name, f"{name} has the shape {list(tensor.shape)}, but {len(elements)} elements")
@@ -189,7 +189,7 @@ def _unpack(raw: bytes, name: str) -> list[bytes]:
     """Elements of type BYTES, each behind its length; of too many one more than may be."""
     elements: list[bytes] = []
     at = 0
-    while at < len(raw) and len(elements) <= MOST_ELEMENTS:
+    while at < len(raw) and len(elements) <= MAX_ELEMENTS:
         start = at + 4
         (size,) = struct.unpack_from("<I", raw, at) if start <= len(raw) else (len(raw),)
         at = start + size
@@ -214,7 +214,7 @@ def body_of(fields: dict[str, Any]) -> bytes:
     """
     for name, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise invalid(name, f"{shorten(name, MOST_PARAM)} must be a finite number; got {value}")
+            raise invalid(name, f"{shorten(name, MAX_PARAM)} must be a finite number; got {value}")
     return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
 
 
@@ -237,7 +237,7 @@ def _count_fields(data: memoryview, max_count: int, message_fields: frozenset[in
         else:
             at += {_FIXED64: 8, _FIXED32: 4}.get(kind, 0)
         if count > max_count:
-            raise DecodeError(f"more than {MOST_FIELDS} fields")
+            raise DecodeError(f"more than {MAX_FIELDS} fields")
     return count
 
 

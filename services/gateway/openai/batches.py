@@ -18,7 +18,7 @@ from services.gateway.openai.bodies import Body, Metadata, read_body
 from services.gateway.openai.document import FOUND, body_of, errors
 from shared.batch_lines import Url
 
-MOST_BATCHES = 100
+MAX_BATCHES = 100
 """Of one page of the list."""
 MAX_HOURS = 720
 
@@ -63,7 +63,7 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.get("/v1/batches", responses={200: FOUND, **errors(404)})
     async def list_batches(
         request: Request,
-        limit: Annotated[int, Query(ge=1, le=MOST_BATCHES)] = 20,
+        limit: Annotated[int, Query(ge=1, le=MAX_BATCHES)] = 20,
         after: Annotated[str, Query(max_length=128)] = "",
     ) -> Response:
         """List the batches of the caller, the newest first, a page at a time."""

@@ -31,7 +31,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from protos import queue_pb2
 from services.gateway.auth import Caller
-from services.gateway.errors import MOST_PARAM, ApiError, invalid
+from services.gateway.errors import MAX_PARAM, ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
 from services.gateway.request import ARRIVAL, Arrival, GenerationSpec, Limits
@@ -40,8 +40,7 @@ from shared import ids
 from shared.ids import ENDPOINTS
 from shared.messages import quote, shorten
 from shared.text import bounded_json
-from shared.text.logprobs import MOST as MOST_LOGPROBS
-from shared.text.logprobs import prompt_record_bytes, record_bytes
+from shared.text.logprobs import MAX_LOGPROBS, prompt_record_bytes, record_bytes
 from shared.wire.columns import pack, pack_float
 
 MAX_PATTERN_CHARS = 16 * 1024
@@ -335,7 +334,7 @@ class GenerationBody(StructuredBody, ScheduledBody):
     background: bool | None = None
     prediction: Prediction | None = None  # of OpenAI's chat
     prompt_logprobs: int | None = Field(
-        None, ge=0, le=MOST_LOGPROBS, description="of each prompt token and so many of the most likely ones"
+        None, ge=0, le=MAX_LOGPROBS, description="of each prompt token and so many of the most likely ones"
     )
 
 
@@ -345,7 +344,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=1 << 16)
 
     # Known to OpenAI, not built yet: accepted only where they ask for nothing (bodies.UNSUPPORTED)
@@ -396,7 +395,7 @@ class ChatBody(GenerationBody, TemplateBody):
     safety_identifier: str | None = Field(None, max_length=1024)
 
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     # As in CompletionBody
     functions: Any = None
@@ -631,7 +630,7 @@ def _refusal(error: ValidationError) -> ApiError:
     param = ""
     for part in location:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
-    place = shorten(param, MOST_PARAM)
+    place = shorten(param, MAX_PARAM)
     if location and location[0] != "messages":  # the field is enough; the message names the item
         param = str(location[0])
     if first["type"] == "extra_forbidden":
@@ -643,11 +642,11 @@ def _refusal(error: ValidationError) -> ApiError:
     return invalid(param, f"Invalid value for '{place}': {first['msg']}; got {quote(first['input'])}", "invalid_value")
 
 
-MOST_RECORD_BYTES = 64 << 20
+MAX_RECORD_BYTES = 64 << 20
 """What the log-probabilities of one request may take in Redis."""
-MOST_PROMPT_RECORD_BYTES = 8 << 20
+MAX_PROMPT_RECORD_BYTES = 8 << 20
 """What those of its prompts may take, in all choices that return them; as JSON they take up to nine times as much."""
-MOST_ECHOED_CHARS = 16 << 20
+MAX_ECHOED_CHARS = 16 << 20
 """Of the prompts that `echo` returns, in all choices."""
 
 
@@ -680,13 +679,13 @@ def requested_choices(body: GenerationBody) -> tuple[int, int]:
 
 
 def check_records(choices: int, max_tokens: int, logprob_count: int) -> None:
-    """Raise ApiError when the log probabilities of a request could take more than MOST_RECORD_BYTES in Redis."""
+    """Raise ApiError when the log probabilities of a request could take more than MAX_RECORD_BYTES in Redis."""
     size = choices * max_tokens * record_bytes(logprob_count)
-    if size > MOST_RECORD_BYTES:
+    if size > MAX_RECORD_BYTES:
         raise invalid(
             "logprobs",
             f"log-probabilities of {choices} choices x {max_tokens} tokens may take {size >> 20} MiB of Redis; "
-            f"a request gets at most {MOST_RECORD_BYTES >> 20}: ask for fewer choices, tokens or most likely ones",
+            f"a request gets at most {MAX_RECORD_BYTES >> 20}: ask for fewer choices, tokens or most likely ones",
         )
 
 
@@ -699,21 +698,21 @@ def check_prompt_records(spec: GenerationSpec) -> None:
         text = "stream cannot be combined with log-probabilities of the prompt, which come in one answer"
         raise invalid("stream", f"{text}; leave stream out, or {field}")
     tokens = spec.prompt_tokens * (1 if spec.endpoint == "chat" else spec.keep or spec.n)
-    if (size := tokens * prompt_record_bytes(count)) > MOST_PROMPT_RECORD_BYTES:
+    if (size := tokens * prompt_record_bytes(count)) > MAX_PROMPT_RECORD_BYTES:
         raise invalid(
             field,
             f"log-probabilities of {tokens} prompt tokens, counted in each choice, and {count - 1} others beside each "
-            f"would take {size / 2**20:.1f} MiB; an answer gets at most {MOST_PROMPT_RECORD_BYTES >> 20}: send fewer "
+            f"would take {size / 2**20:.1f} MiB; an answer gets at most {MAX_PROMPT_RECORD_BYTES >> 20}: send fewer "
             "or shorter prompts, or ask for fewer choices or most likely tokens",
         )
 
 
 def check_echo(spec: GenerationSpec) -> None:
     """Raise ApiError for prompts that would be returned so often that the answer is too long."""
-    if spec.echo and (chars := sum(map(len, spec.prompt_texts)) * (spec.keep or spec.n)) > MOST_ECHOED_CHARS:
+    if spec.echo and (chars := sum(map(len, spec.prompt_texts)) * (spec.keep or spec.n)) > MAX_ECHOED_CHARS:
         raise invalid(
             "echo",
-            f"echo would return {chars} characters of prompts, counted in each choice; at most {MOST_ECHOED_CHARS} are "
+            f"echo would return {chars} characters of prompts, counted in each choice; at most {MAX_ECHOED_CHARS} are "
             "returned: send fewer or shorter prompts, or ask for fewer choices",
         )
 

@@ -25,15 +25,15 @@ PATH = "/v1/files"
 PURPOSE = "batch"
 FORM_BYTES = 64 << 10
 """Of a form without its file."""
-MOST_UPLOADS = 8
+MAX_UPLOADS = 8
 """Of a gateway process at a time; each may take `file_bytes` of the disk before it is refused. One tenant, where there
 are keys of others, may have half.
 """
 MAX_FIELD_BYTES = 1024
-MOST_FILES = 10_000
+MAX_FILES = 10_000
 """Of one page of the list."""
 PIECE_BYTES = 256 << 10
-LEAST_KEPT_S, MOST_KEPT_S = 3600, 2_592_000
+LEAST_KEPT_S, MAX_KEPT_S = 3600, 2_592_000
 FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 Order = Annotated[Literal["asc", "desc"], Query()]
 After = Annotated[str, Query(max_length=128)]
@@ -52,7 +52,7 @@ _UPLOAD = {
                         "file": _FILE,
                         "purpose": {"type": "string", "enum": [PURPOSE]},
                         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                        "expires_after[seconds]": {"type": "integer", "minimum": LEAST_KEPT_S, "maximum": MOST_KEPT_S},
+                        "expires_after[seconds]": {"type": "integer", "minimum": LEAST_KEPT_S, "maximum": MAX_KEPT_S},
                     },
                 }
             }
@@ -76,9 +76,9 @@ def router(gateway: Gateway) -> APIRouter:
         """Keep a file of requests for a batch."""
         reader = MultipartReader(boundary_of(request.headers.get("content-type", "")))
         caller: Caller = request.state.caller
-        tenant_uploads = MOST_UPLOADS // 2 if caller.has_others else MOST_UPLOADS
-        if uploads[caller.tenant] >= tenant_uploads or uploads.total() >= MOST_UPLOADS:
-            text = f"files: {MOST_UPLOADS} uploads at a time, {tenant_uploads} of one tenant; {RETRY}"
+        tenant_uploads = MAX_UPLOADS // 2 if caller.has_others else MAX_UPLOADS
+        if uploads[caller.tenant] >= tenant_uploads or uploads.total() >= MAX_UPLOADS:
+            text = f"files: {MAX_UPLOADS} uploads at a time, {tenant_uploads} of one tenant; {RETRY}"
             raise ApiError(429, text, code="too_many_uploads", retry_after_s=1)
         uploads[caller.tenant] += 1
         try:
@@ -95,7 +95,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def list_files(
         request: Request,
         purpose: Annotated[str, Query(max_length=64)] = "",
-        limit: Annotated[int, Query(ge=1, le=MOST_FILES)] = MOST_FILES,
+        limit: Annotated[int, Query(ge=1, le=MAX_FILES)] = MAX_FILES,
         order: Order = "desc",
         after: After = "",
     ) -> Response:
@@ -209,8 +209,8 @@ def _check(form: _Form) -> int | None:
         return None
     if anchor != "created_at":
         raise invalid("expires_after", f"expires_after.anchor must be 'created_at'; got {quote(anchor)}")
-    if not (re.fullmatch(r"[0-9]{1,7}", seconds or "") and LEAST_KEPT_S <= int(seconds or "") <= MOST_KEPT_S):
-        text = f"expires_after.seconds must be {LEAST_KEPT_S} to {MOST_KEPT_S}; got {quote(seconds)}"
+    if not (re.fullmatch(r"[0-9]{1,7}", seconds or "") and LEAST_KEPT_S <= int(seconds or "") <= MAX_KEPT_S):
+        text = f"expires_after.seconds must be {LEAST_KEPT_S} to {MAX_KEPT_S}; got {quote(seconds)}"
         raise invalid("expires_after", text)
     return int(seconds or "")
 

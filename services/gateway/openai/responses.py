@@ -640,7 +640,7 @@ _COUNTED = {
     },
 }
 _RESPONSE = {"description": "the response", "content": {"application/json": {"schema": {"type": "object"}}}}
-MOST_ITEMS = 100
+MAX_ITEMS = 100
 """Of one page of `input_items`."""
 
 
@@ -784,7 +784,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def input_items(
         response_id: str,
         request: Request,
-        limit: Annotated[int, Query(ge=1, le=MOST_ITEMS)] = 20,
+        limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = 20,
         order: Annotated[Literal["asc", "desc"], Query()] = "desc",
         after: Annotated[str, Query(max_length=128)] = "",
     ) -> Response:
@@ -811,7 +811,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 def check_name(response_id: str) -> None:
     """Raise ApiError(404) for what is no id of a response."""
-    if not response_id.startswith(ids.ENDPOINTS[KIND].id_prefix) or len(response_id) > MOST_ID:
+    if not response_id.startswith(ids.ENDPOINTS[KIND].id_prefix) or len(response_id) > MAX_ID:
         raise unknown_request(response_id)
 
 
@@ -874,7 +874,7 @@ class Responses:
                 await self.find(response_id, tenant)
             except ApiError as error:
                 problem = error.message
-            await asyncio.sleep(min(LOOK_EVERY_S * (tries + 1), MOST_WAIT_S))
+            await asyncio.sleep(min(LOOK_EVERY_S * (tries + 1), MAX_WAIT_S))
         log.warning("the end of response %s is not stored: %s", response_id, problem or "it still runs")
 
     async def _read_record(self, response_id: str, tenant: str, response: StoredResponse | None) -> StoredResponse:
@@ -897,8 +897,8 @@ class Responses:
         )
 
 
-MOST_ID = 64
-LOOK_EVERY_S, MOST_WAIT_S = 0.25, 5.0
+MAX_ID = 64
+LOOK_EVERY_S, MAX_WAIT_S = 0.25, 5.0
 BODIES_OF_CONVERSATION = 2
 GUESSES = 4
 """Of the turns that fit, by the tokens of a conversation that does not; then the rest is halved."""

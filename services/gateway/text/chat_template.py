@@ -18,7 +18,7 @@ import jinja2
 import orjson
 
 from services.gateway.errors import invalid, untokenizable
-from services.gateway.text.template_process import FAILED, MOST_CHARS, REFUSED, environment
+from services.gateway.text.template_process import FAILED, MAX_CHARS, REFUSED, environment
 from shared.processes.jail import Jail, JailError
 from shared.text.tokenizer import BoundedTokenizer, TokenizerError
 
@@ -39,7 +39,7 @@ class Renderer:
         """Raise jinja2.TemplateSyntaxError. Nothing of the template runs, or is folded, in this process."""
         environment().parse(source)
         first = orjson.dumps({"source": source, "seconds": timeout_s, "bytes": MEMORY_BYTES})
-        self.jail = Jail("services.gateway.text.template_process", first, PATIENCE * timeout_s, 4 * MOST_CHARS + 1)
+        self.jail = Jail("services.gateway.text.template_process", first, PATIENCE * timeout_s, 4 * MAX_CHARS + 1)
 
     @property
     def pid(self) -> int | None:

@@ -16,12 +16,12 @@ import orjson
 from tokenizers import Tokenizer
 
 from services.gateway.errors import undecodable
-from shared.text.tokenizer import MOST_DECODED_BYTES, MOST_DECODER_GROWTH, TokenizerError, decode
+from shared.text.tokenizer import MAX_DECODED_BYTES, MAX_DECODER_GROWTH, TokenizerError, decode
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 8  # prompt tokens that the window method starts from; more while they decode to nothing
-_CONTEXT_MOST = 64
-_WINDOW_MOST = 64
+_MAX_CONTEXT = 64
+_MAX_WINDOW = 64
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -66,7 +66,7 @@ class TokenText:
 
     def tail(self, prompt: Sequence[int], skip_special: bool = True) -> list[int]:
         """Return the part of a prompt on which the text of its continuation depends: `start` makes the same of both."""
-        last = list(prompt[-_CONTEXT_MOST:])
+        last = list(prompt[-_MAX_CONTEXT:])
         if self._pieces is None or not self._strips_first_space:
             return last
         skipped = self.special if skip_special else frozenset()
@@ -80,9 +80,9 @@ class TokenText:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of whole sequences, from the decoder of the tokenizer. Raise TokenizerError."""
-        size = MOST_DECODER_GROWTH * self.longest * len(ids)
-        if size > MOST_DECODED_BYTES:
-            raise TokenizerError(f"{len(ids)} ids may be {size} bytes of text, at most {MOST_DECODED_BYTES} are made")
+        size = MAX_DECODER_GROWTH * self.longest * len(ids)
+        if size > MAX_DECODED_BYTES:
+            raise TokenizerError(f"{len(ids)} ids may be {size} bytes of text, at most {MAX_DECODED_BYTES} are made")
         return decode(self._tokenizer, ids, skip_special)
 
     def _table(self) -> list[bytes] | None:
@@ -178,7 +178,7 @@ class WindowDetokenizer:
         self._skip = skip
         size = _CONTEXT
         self._ids = list(prompt[-size:])
-        while not self._decode(self._ids) and size < min(len(prompt), _CONTEXT_MOST):
+        while not self._decode(self._ids) and size < min(len(prompt), _MAX_CONTEXT):
             size *= 2
             self._ids = list(prompt[-size:])
         self._read_count = len(self._ids)
@@ -191,7 +191,7 @@ class WindowDetokenizer:
         text = self._decode(self._ids)
         if len(text) <= len(self._shown_text):
             return ""
-        if text.endswith(_REPLACEMENT) and len(self._ids) < _WINDOW_MOST:
+        if text.endswith(_REPLACEMENT) and len(self._ids) < _MAX_WINDOW:
             return ""
         new = text[len(self._shown_text) :]
         # The window continues from the tokens just shown: a decoder that treats a first token differently sees one.

@@ -28,13 +28,13 @@ from shared.errors import OrcinusError
 from shared.messages import quote
 from shared.text import bounded_json
 from shared.text.grammar_process import GrammarProcess
-from shared.text.grammars import MOST_GRAMMAR_BYTES, TOO_LONG, GrammarEndedError, GrammarError, NoGrammarsError
+from shared.text.grammars import MAX_GRAMMAR_BYTES, TOO_LONG, GrammarEndedError, GrammarError, NoGrammarsError
 
 log = logging.getLogger("orcinus.grammars")
 
-MOST_WAITING = 16
+MAX_WAITING = 16
 """Grammars of one tenant that may wait to be compiled; more get a 503."""
-MOST_VERDICTS = 4096
+MAX_VERDICTS = 4096
 OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
 """Of JSON: with no bound a model may write blanks until its tokens run out."""
 
@@ -63,7 +63,7 @@ class GrammarCheck:
         of the tenant's wait, 429 at the deadline of the request.
         """
         try:
-            if len(grammar) > MOST_GRAMMAR_BYTES:  # before it is encoded, and hashed
+            if len(grammar) > MAX_GRAMMAR_BYTES:  # before it is encoded, and hashed
                 raise GrammarError(TOO_LONG)
             async with until_deadline():
                 error = await self._verdict(grammar, tenant)
@@ -99,14 +99,14 @@ class GrammarCheck:
                 self._checks.pop((tenant, name), None)
         if not isinstance(verdict, GrammarEndedError | ApiError):  # which may be a fault of the machine's
             self._verdicts[name] = verdict
-        while len(self._verdicts) > MOST_VERDICTS:
+        while len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
 
     def _enqueue(self, grammar: str, tenant: str, name: bytes) -> _PendingCheck:
         """Put a grammar in its tenant's queue. Raise ApiError when that is full."""
         waiting = self._turns.get(tenant, ())
-        if len(waiting) >= MOST_WAITING:
+        if len(waiting) >= MAX_WAITING:
             raise _busy()
         one = self._checks[tenant, name] = _PendingCheck(grammar, asyncio.get_running_loop().create_future())
         self._turns.setdefault(tenant, deque()).append(one)
@@ -140,7 +140,7 @@ class GrammarCheck:
 
 
 def _busy() -> ApiError:
-    text = f"grammars: {MOST_WAITING} of this tenant wait to be compiled, which is the limit; retry later"
+    text = f"grammars: {MAX_WAITING} of this tenant wait to be compiled, which is the limit; retry later"
     return unavailable(text, "grammars_busy")
 
 
@@ -153,8 +153,8 @@ def json_grammar(field: str, schema: Any, lenient: bool = False) -> str:
             raise invalid(field, f"{error}; got {quote(schema)}", error.code) from error
     if not isinstance(schema, dict):
         raise invalid(field, f"{field} must be a JSON schema, an object; got {quote(schema)}")
-    if len(orjson.dumps(schema)) > MOST_GRAMMAR_BYTES - 1024:
-        raise invalid(field, f"{field} has more than {MOST_GRAMMAR_BYTES - 1024} bytes; send a smaller schema")
+    if len(orjson.dumps(schema)) > MAX_GRAMMAR_BYTES - 1024:
+        raise invalid(field, f"{field} has more than {MAX_GRAMMAR_BYTES - 1024} bytes; send a smaller schema")
     return LLMatcher.grammar_from_json_schema({**schema, "x-guidance": {**OPTIONS, "lenient": lenient}})
 
 

@@ -227,7 +227,7 @@ class ReasoningReader:
         return (held, "") if self._state == THINKING else ("", held)
 
 
-MOST_SPACE = 1024
+MAX_SPACE = 1024
 """White space that may stand beside a mark at the beginning or the end of a text. Beside more, the mark is text."""
 
 
@@ -273,13 +273,13 @@ class FrameReader:
         self._buffer = ""
         if not self._has_begun:
             head = text.lstrip()
-            if len(text) < MOST_SPACE and len(head) < len(self._opening) and self._opening.startswith(head):
+            if len(text) < MAX_SPACE and len(head) < len(self._opening) and self._opening.startswith(head):
                 self._buffer = text
                 return ""
             self._has_begun = True
             text = head.removeprefix(self._opening) if head.startswith(self._opening) else text
         before, mark, behind = text.rpartition(self._closing)
-        is_last = len(behind) < MOST_SPACE and not behind.strip()
+        is_last = len(behind) < MAX_SPACE and not behind.strip()
         size = len(before) if mark and is_last else len(text) - _overlap(text, self._closing)
         self._buffer = text[size:]
         return text[:size]
@@ -288,7 +288,7 @@ class FrameReader:
 _ENDS = (END, CALL, "<|return|>", START)
 _HEADS = (CHANNEL, MESSAGE, START, "to=", "assistant")
 """What the head of a message begins with; the prompt ends behind its role."""
-MOST_HEAD = 256
+MAX_HEAD = 256
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]{1,64})")
 _NAME = re.compile(r"<\|channel\|>[ \t\r\n]*(\w+)")
 
@@ -348,7 +348,7 @@ class ChannelReader:
         """Read the head of a message; return the text that it becomes, None while it is not whole."""
         head, mark, rest = self._buffer.partition(MESSAGE)
         text = self._buffer.lstrip()
-        is_long = len(head) > MOST_HEAD + (0 if mark else len(MESSAGE) - 1)
+        is_long = len(head) > MAX_HEAD + (0 if mark else len(MESSAGE) - 1)
         if is_long or not any(known.startswith(text) or text.startswith(known) for known in _HEADS):
             self._kind = "text"
             return ""

@@ -67,7 +67,7 @@ def _tojson(
 
 TEXT, REFUSED, FAILED = b"T", b"R", b"F"
 """Rendered; refused by the template; any other failure."""
-MOST_CHARS = 16 << 20
+MAX_CHARS = 16 << 20
 """Of a rendered text."""
 
 
@@ -85,8 +85,8 @@ def _answer(render: Any, context: dict[str, Any], seconds: float) -> bytes:
     signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time: a busy machine is no template's fault
     try:
         text: str = render(**context)
-        if len(text) > MOST_CHARS:
-            return FAILED + f"it has {len(text)} characters; at most {MOST_CHARS} are taken".encode()
+        if len(text) > MAX_CHARS:
+            return FAILED + f"it has {len(text)} characters; at most {MAX_CHARS} are taken".encode()
         return TEXT + text.encode("utf-8", "surrogatepass")
     except jinja2.TemplateError as error:
         return REFUSED + str(error).encode("utf-8", "replace")

@@ -28,7 +28,7 @@ from shared.errors import ModelError
 from shared.models.fields import Fields
 from shared.models.gguf.reader import is_gguf
 from shared.models.model_files import AGAIN, read_bounded, read_json, read_json_if_any
-from shared.text.end_of_text import MOST_ID, end_ids
+from shared.text.end_of_text import MAX_ID, end_ids
 from shared.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("orcinus.gateway")
@@ -70,7 +70,7 @@ class ModelText:
         if self.is_encoder:  # what is pooled counts as a token
             self.max_model_len += 1 - ENCODER_OFFSETS.get(config_fields.text("model_type", ""), 0)
         self.vector_size = 0 if architecture in SCORE_ENCODERS else _vector_size(config_fields)
-        self.vocab_size = config_fields.integer("vocab_size", self.tokenizer.get_vocab_size(), most=MOST_ID)
+        self.vocab_size = config_fields.integer("vocab_size", self.tokenizer.get_vocab_size(), most=MAX_ID)
         self.text = TokenText(self.tokenizer)
         self.threads = TenantThreads()
         self.grammars = GrammarCheck(directory, self.vocab_size)
@@ -196,7 +196,7 @@ def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.exists():
         try:
-            return read_bounded(path, MOST_TEMPLATE_BYTES).decode()
+            return read_bounded(path, MAX_TEMPLATE_BYTES).decode()
         except UnicodeDecodeError as error:
             raise ModelError(f"{path}: not UTF-8: {error}; {AGAIN}") from error
     path, source = directory / "tokenizer_config.json", config.get("chat_template")
@@ -207,12 +207,12 @@ def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
             f"{path}: chat_template is {repr(source)[:60]}, expected a string or a list of objects with `name` and "
             f"`template`; {AGAIN}"
         )
-    if source is not None and len(source.encode()) > MOST_TEMPLATE_BYTES:
-        raise ModelError(f"{path}: chat_template has more than {MOST_TEMPLATE_BYTES} bytes; choose another model")
+    if source is not None and len(source.encode()) > MAX_TEMPLATE_BYTES:
+        raise ModelError(f"{path}: chat_template has more than {MAX_TEMPLATE_BYTES} bytes; choose another model")
     return source
 
 
-MOST_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
 """Of a chat template. Those of models have 30 kB at most."""
 
 

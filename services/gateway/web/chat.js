@@ -6,8 +6,8 @@ import { copyButton, Markdown } from "./markdown.js";
 
 const TURNS = "orcinus-turns";
 const SETTINGS = "orcinus-settings";
-const MOST_TURNS = 200; // kept over a reload
-const MOST_CHARACTERS = 1_000_000;
+const MAX_TURNS = 200; // kept over a reload
+const MAX_CHARACTERS = 1_000_000;
 const DEMO_MODEL = "demo-model";
 const by = (id) => document.getElementById(id);
 
@@ -24,11 +24,11 @@ function stored(name, otherwise) {
 }
 
 function keep() {
-  let kept = turns.slice(-MOST_TURNS);
+  let kept = turns.slice(-MAX_TURNS);
   for (;;) {
     const text = JSON.stringify(kept);
     try {
-      if (text.length > MOST_CHARACTERS) throw new Error("too long");
+      if (text.length > MAX_CHARACTERS) throw new Error("too long");
       sessionStorage.setItem(TURNS, text);
       return;
     } catch {

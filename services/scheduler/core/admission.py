@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.scheduler.core.kv.prefix_cache import MOST_ASIDE, PrefixCache, PrefixMatch
+from services.scheduler.core.kv.prefix_cache import MAX_ASIDE, PrefixCache, PrefixMatch
 from services.scheduler.core.kv.prefix_index import Key
 from services.scheduler.core.outcome import OutcomeBuilder
 from services.scheduler.core.placement.constraints import can_load
@@ -255,7 +255,7 @@ class Admission:
         batch.taken_sequences, batch.spent_tokens = [], 0
         batch.room -= entered
         batch.size = batch.room
-        if entered < len(candidates) or batch.beneficiary is not None or step.aside > MOST_ASIDE:
+        if entered < len(candidates) or batch.beneficiary is not None or step.aside > MAX_ASIDE:
             return False
         return batch.room > 0 and step.tokens_left > 0  # sequences may need fewer tokens than `spent_tokens` assumed
 

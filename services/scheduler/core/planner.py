@@ -17,7 +17,7 @@ from services.scheduler.core.placement.router import Router
 from services.scheduler.core.policy.iteration_level import Pooled
 from services.scheduler.core.preemption import Preempter
 from services.scheduler.core.replica import Replica
-from services.scheduler.core.state import MOST_AHEAD, SchedulerState
+from services.scheduler.core.state import MAX_AHEAD, SchedulerState
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import DECODING, PREFILLING, Bool
 from services.scheduler.core.types import NO_ROWS, PREFILL, Int32, Priority, Rows, StepPlan
@@ -258,7 +258,7 @@ class Planner:
         Each of them is no larger than the step that was answered last, so it takes about as long at most.
         """
         state, sent = self._state, replica.inflight.values()
-        if not state.ahead_ns or not state.lookahead or len(state.waiting) or len(sent) >= MOST_AHEAD:
+        if not state.ahead_ns or not state.lookahead or len(state.waiting) or len(sent) >= MAX_AHEAD:
             return False
         tokens, step_ns = replica.last_answered
         return len(sent) * step_ns < state.ahead_ns and all(step.tokens <= tokens for step in sent)

@@ -22,7 +22,7 @@ from services.scheduler.core.replica import AdmissionMemo, Replica
 from services.scheduler.core.results import Results
 from services.scheduler.core.sequence import PrefixState, Record, Sequence, State
 from services.scheduler.core.speculation.texts import History
-from services.scheduler.core.state import MOST_AHEAD, SchedulerState
+from services.scheduler.core.state import MAX_AHEAD, SchedulerState
 from services.scheduler.core.stats import FirstTokens, figures, of_replica
 from services.scheduler.core.types import (
     CLASS_COUNT,
@@ -481,7 +481,7 @@ class Scheduler:
     @property
     def _most_ahead(self) -> int:
         """Return how many steps of a sequence may be in flight when the next one is planned."""
-        return max(self.lookahead, MOST_AHEAD - 1) if self._state.ahead_ns and self.lookahead else self.lookahead
+        return max(self.lookahead, MAX_AHEAD - 1) if self._state.ahead_ns and self.lookahead else self.lookahead
 
     def check(self) -> None:
         """Raise RuntimeError when an invariant of docs/protocol.md#steps is broken."""

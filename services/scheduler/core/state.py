@@ -8,7 +8,7 @@ from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.waiting import WaitingQueue
 
-MOST_AHEAD = 4
+MAX_AHEAD = 4
 """Steps that a replica may have in flight where they are short."""
 
 

@@ -29,7 +29,7 @@ from shared.redis_client import BLOCK_MS, GONE, HIGHEST_ID, WRONG_TYPE, Scripts,
 from shared.text.logprobs import prompt_record_bytes
 from shared.text.logprobs import wrong_number as wrong_logprobs
 from shared.wire.columns import MAX_PREDICTION, unpack
-from shared.wire.token_batches import MOST_VOCABULARY, check_tokens, decode_batch
+from shared.wire.token_batches import MAX_VOCABULARY, check_tokens, decode_batch
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -84,12 +84,12 @@ MAX_SEQUENCES = 65_536
 """Sequences of one request: more than any gateway allows (--max-choices)."""
 MAX_TOKENS = 1 << 30
 """Output tokens of a sequence: more than any context, and with any prompt an int32."""
-MOST_POOLING = 2
+MAX_POOLING = 2
 """The kinds of worker.proto, Enter.pooling."""
 MAX_MS = 1 << 43
 """A time of Redis's clock beyond this is none."""
 
-MOST_GRAMMARS = 256
+MAX_GRAMMARS = 256
 """Texts that are kept here beside those of held requests; 64 KiB each at most."""
 
 _NO_PROMPT = np.zeros(1, np.int32)
@@ -142,9 +142,9 @@ def decode(
     if prediction.size and (least := int(prediction.min())) < 0:
         raise ValueError(f"prediction: token id {least} is negative; send ids from 0")
     asks_logprobs = wire.sampling.logprobs or wire.sampling.prompt_logprobs
-    if wire.pooling > MOST_POOLING or (wire.pooling and (wire.max_tokens > 1 or asks_logprobs)):
+    if wire.pooling > MAX_POOLING or (wire.pooling and (wire.max_tokens > 1 or asks_logprobs)):
         raise ValueError(
-            f"pooling {wire.pooling}, max_tokens={wire.max_tokens}: at most {MOST_POOLING}, with one token, no logprobs"
+            f"pooling {wire.pooling}, max_tokens={wire.max_tokens}: at most {MAX_POOLING}, with one token, no logprobs"
         )
     segments = unpack(wire.segments)
     if segments.size and (segments.size != len(arrays) or int(segments.min()) < 0):
@@ -391,7 +391,7 @@ class Intake:
             if found is None:  # the next request that brings the text writes it again
                 raise ValueError("grammar: Redis has lost its text; send the request again")
             self._grammars[name] = found
-            if len(self._grammars) > MOST_GRAMMARS:
+            if len(self._grammars) > MAX_GRAMMARS:
                 self._grammars.popitem(last=False)
         self._grammars.move_to_end(name)
         return self._grammars[name]
@@ -510,5 +510,5 @@ def _tokens(stored: bytes | None) -> Int32:
     if not stored:
         return EMPTY
     tokens = np.frombuffer(stored[: len(stored) // 4 * 4], dtype="<i4")
-    check_tokens(tokens, MOST_VOCABULARY)
+    check_tokens(tokens, MAX_VOCABULARY)
     return tokens

@@ -19,7 +19,7 @@ from shared.errors import ProtocolError
 from shared.keys import EPOCHS
 from shared.wire.handshake import wrong_version
 from shared.wire.run_socket import is_name
-from shared.wire.token_batches import MOST_VOCABULARY
+from shared.wire.token_batches import MAX_VOCABULARY
 
 BOUNDS = {
     "block_size": (1, 1 << 20),
@@ -30,7 +30,7 @@ BOUNDS = {
     "max_input_tokens": (0, 1 << 24),
     "max_output_tokens": (0, 1 << 24),
     "max_step_tokens": (1, 1 << 20),
-    "vocab_size": (1, MOST_VOCABULARY),
+    "vocab_size": (1, MAX_VOCABULARY),
     "stages": (0, 64),
     "largest_step_ms": (0, 600_000),
     "block_bytes": (0, 1 << 40),

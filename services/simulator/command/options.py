@@ -33,8 +33,8 @@ from services.simulator.device.roofline import DEVICES, SHAPES, Roofline
 from services.simulator.engine import Setup
 from services.simulator.literature.cases import PROGRAMS
 from services.simulator.routing import ROUTERS, SCHEDULER
-from services.simulator.workload.arrivals import CHAT, MOST_RATE, MOST_REQUESTS, SLOWEST, Spec
-from services.simulator.workload.traffic import MOST_TOKENS
+from services.simulator.workload.arrivals import CHAT, MAX_RATE, MAX_REQUESTS, SLOWEST, Spec
+from services.simulator.workload.traffic import MAX_TOKENS
 from shared.command_line.arguments import Parser
 
 MAX_BLOCKS = 10_000_000  # of a replica
@@ -76,12 +76,12 @@ def parser() -> SimulateParser:
     )
     add(
         "--requests",
-        type=integer(0, MOST_REQUESTS),
+        type=integer(0, MAX_REQUESTS),
         default=0,
         help="number of requests; a shorter trace is repeated (default: the length of the trace)",
     )
     add("--rate-scale", type=scales, default=[1.0], metavar="X,Y", help="multiplies the arrival rate; one run for each")
-    add("--rate", type=real(SLOWEST, MOST_RATE), default=0.0, help="requests a second; replaces the trace's times")
+    add("--rate", type=real(SLOWEST, MAX_RATE), default=0.0, help="requests a second; replaces the trace's times")
     add(
         "--cv",
         type=real(0.001, 100),
@@ -105,13 +105,13 @@ def parser() -> SimulateParser:
     add("--deadline-ms", type=by_class, default={}, metavar="MS", help="as --ttft-slo-ms; a late request ends")
     add(
         "--prefix-groups",
-        type=integer(0, MOST_REQUESTS),
+        type=integer(0, MAX_REQUESTS),
         default=0,
         help="number of shared system prompts, drawn evenly (default: none)",
     )
     add(
         "--prefix-tokens",
-        type=integer(1, MOST_TOKENS),
+        type=integer(1, MAX_TOKENS),
         default=512,
         help="tokens of each, before the prompt",
     )
@@ -126,10 +126,10 @@ def parser() -> SimulateParser:
     add("--max-seqs", type=integer(1, 8192), default=256, help="sequences that run at most")
     add("--microbatches", type=integer(1, 16), default=1, help="disjoint sets of sequences")
     add("--lookahead", type=integer(0, 4), help="steps planned ahead of the answers (default: the policy's)")
-    add("--step-tokens", type=integer(0, MOST_TOKENS), default=0, help="token budget of a step (default: the policy's)")
+    add("--step-tokens", type=integer(0, MAX_TOKENS), default=0, help="token budget of a step (default: the policy's)")
     add(
         "--max-step-tokens",
-        type=integer(1, MOST_TOKENS),
+        type=integer(1, MAX_TOKENS),
         default=8192,
         help="tokens in one step of a worker at most",
     )

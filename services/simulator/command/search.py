@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.simulator.jobs import Finished, Job
-from services.simulator.workload.arrivals import MOST_RATE, SLOWEST
+from services.simulator.workload.arrivals import MAX_RATE, SLOWEST
 
 BUDGETS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 MAX_VIOLATIONS = 0.01  # at least 99 % of the requests are within their limits
@@ -122,7 +122,7 @@ class _Bisection:
             self.over = self.at < max(self._start / WIDEST, SLOWEST)
         elif self._fails is None:
             self.at *= 2
-            self.over = self.at > min(self._start * WIDEST, MOST_RATE)
+            self.over = self.at > min(self._start * WIDEST, MAX_RATE)
         else:
             self.at = (self.holds * self._fails) ** 0.5
             self.over = self._fails <= self.holds * PRECISION

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from services.scheduler.core.policy.presets import PRESETS
 from services.scheduler.core.types import CLASS_NAMES
 from services.simulator.engine import check_name
-from services.simulator.workload.arrivals import MOST_RATE, SLOWEST, Lengths
-from services.simulator.workload.traffic import MOST_TOKENS
+from services.simulator.workload.arrivals import MAX_RATE, SLOWEST, Lengths
+from services.simulator.workload.traffic import MAX_TOKENS
 from shared.messages import shorten
 
 MIN_MS, MAX_MS = 0.001, 1e9  # of a limit
 MAX_SHARE = 1e6
-MOST_TENANTS = 1_000
+MAX_TENANTS = 1_000
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
@@ -77,7 +77,7 @@ def policies(text: str) -> list[str]:
 
 
 def scales(text: str) -> list[float]:
-    values = [real(SLOWEST, MOST_RATE)(part) for part in text.split(",")]
+    values = [real(SLOWEST, MAX_RATE)(part) for part in text.split(",")]
     if len(set(values)) < len(values):
         raise argparse.ArgumentTypeError(f"{shorten(text)} gives a scale twice; drop one")
     return values
@@ -85,7 +85,7 @@ def scales(text: str) -> list[float]:
 
 def max_tokens(text: str) -> int:
     """Return the bound of an output; 0 for `exact`."""
-    return 0 if text == "exact" else integer(1, MOST_TOKENS)(text)
+    return 0 if text == "exact" else integer(1, MAX_TOKENS)(text)
 
 
 def lengths(text: str) -> Lengths:
@@ -108,9 +108,9 @@ def classes(text: str) -> dict[str, float]:
 def tenants(text: str) -> tuple[float, ...]:
     """Return the share of each tenant, two or more, with a sum above 0."""
     parts = text.split(",")
-    if not 2 <= len(parts) <= MOST_TENANTS:
+    if not 2 <= len(parts) <= MAX_TENANTS:
         raise argparse.ArgumentTypeError(
-            f"{shorten(text)} has {len(parts)} of 2 to {MOST_TENANTS} tenants; give a share for each, such as 7,1,1,1"
+            f"{shorten(text)} has {len(parts)} of 2 to {MAX_TENANTS} tenants; give a share for each, such as 7,1,1,1"
         )
     shares = tuple(real(0, MAX_SHARE)(part) for part in parts)
     if not sum(shares) >= 1 / MAX_SHARE:

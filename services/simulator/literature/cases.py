@@ -21,8 +21,8 @@ from services.simulator.literature.core import Core
 from shared.messages import quote
 
 NUDGE_MS = 1e-6  # the clock moves by this with each request that is added, so that no two arrive at once
-MOST = 1_000_000_000  # of a count
-MOST_STEPS = 10_000_000
+MAX_COUNT = 1_000_000_000  # of a count
+MAX_STEPS = 10_000_000
 FIELDS = {"name", "requests", "settings", "steps"}
 ROW = ("decode", "prefill", "waiting", "running", "preempted")
 Row = tuple[int, int, int, int, int]
@@ -206,7 +206,7 @@ def _settings(label: str, given: Any) -> Settings:
                 raise BadCase(f"{where}: {quote(value)} is neither true nor false; give one of them")
             values[name] = value
         else:
-            most = MOST_STEPS if name == "steps" else MOST
+            most = MAX_STEPS if name == "steps" else MAX_COUNT
             values[name] = _number(where, value) if kinds[name] == "float" else _count(where, value, most)
     return Settings(**values)
 
@@ -225,7 +225,7 @@ def _steps(label: str, given: Any) -> list[Row]:
     return rows
 
 
-def _count(label: str, value: Any, most: int = MOST) -> int:
+def _count(label: str, value: Any, most: int = MAX_COUNT) -> int:
     if type(value) is not int:
         raise BadCase(f"{label}: {quote(value)} is not an integer; give 0 to {most:,}")
     if value < 0:

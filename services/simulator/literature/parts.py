@@ -279,8 +279,10 @@ def _part(text: str, word: str) -> tuple[str, Any] | None:
         return None
     if not number:
         return field, PARTS[field, name]()
-    if number[0] == "0" or len(number) > len(str(presets.MOST)) or int(number) > presets.MOST:
-        raise ValueError(f"policy {text!r}: {field} {name} takes a number of 1 to {presets.MOST}, not {number[:40]}")
+    if number[0] == "0" or len(number) > len(str(presets.MAX_NUMBER)) or int(number) > presets.MAX_NUMBER:
+        raise ValueError(
+            f"policy {text!r}: {field} {name} takes a number of 1 to {presets.MAX_NUMBER}, not {number[:40]}"
+        )
     return field, PARTS[field, name](int(number))
 
 

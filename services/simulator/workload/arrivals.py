@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from services.scheduler.core.types import CLASS_NAMES
-from services.simulator.workload.traffic import LATEST_S, MOST_TOKENS, Trace, gamma_times, read_trace
+from services.simulator.workload.traffic import LATEST_S, MAX_TOKENS, Trace, gamma_times, read_trace
 from services.simulator.workload.workload import Float64, Int64, Workload
 
 TRACES = Path(__file__).resolve().parents[3] / "assets" / "traces"
-SLOWEST, MOST_RATE = 1e-6, 1e6  # bounds of a rate and of a rate scale
-MOST_REQUESTS = 1_000_000
+SLOWEST, MAX_RATE = 1e-6, 1e6  # bounds of a rate and of a rate scale
+MAX_REQUESTS = 1_000_000
 CHAT = TRACES / "azure_conv_2023.csv"
 
 
@@ -26,7 +26,7 @@ CHAT = TRACES / "azure_conv_2023.csv"
 class Lengths:
     """Lengths in tokens: `64`, `16:128` (uniform, both included) or `lognormal:MEAN:SIGMA` (SIGMA of the logarithm).
 
-    Lognormal lengths above MOST_TOKENS become MOST_TOKENS.
+    Lognormal lengths above MAX_TOKENS become MAX_TOKENS.
     """
 
     kind: str
@@ -40,16 +40,16 @@ class Lengths:
         try:
             if kind == "lognormal":
                 mean, sigma = (float(part) for part in rest)
-                if 1 <= mean <= MOST_TOKENS and 0 <= sigma <= 4:
+                if 1 <= mean <= MAX_TOKENS and 0 <= sigma <= 4:
                     return cls(kind, mean, sigma)
             elif len(rest) <= 1:
                 low, high = int(kind), int(rest[0] if rest else kind)
-                if 1 <= low <= high <= MOST_TOKENS:
+                if 1 <= low <= high <= MAX_TOKENS:
                     return cls("uniform", low, high)
         except ValueError:
             pass
         raise ValueError(
-            f"{text[:40]!r}: not a length; give N, LOW:HIGH with 1 <= LOW <= HIGH <= {MOST_TOKENS:,}, or "
+            f"{text[:40]!r}: not a length; give N, LOW:HIGH with 1 <= LOW <= HIGH <= {MAX_TOKENS:,}, or "
             "lognormal:MEAN:SIGMA with SIGMA from 0 to 4"
         )
 
@@ -58,7 +58,7 @@ class Lengths:
         if self.kind == "uniform":
             return rng.integers(int(self.low), int(self.high) + 1, count)
         mu = math.log(self.low) - self.high**2 / 2  # so that the mean is `low`
-        return np.clip(np.rint(rng.lognormal(mu, self.high, count)), 1, MOST_TOKENS).astype(np.int64)
+        return np.clip(np.rint(rng.lognormal(mu, self.high, count)), 1, MAX_TOKENS).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,13 @@ def build(spec: Spec) -> Workload:
     trace = _read(spec.trace) if spec.trace is not None else None
     if trace is None and (spec.prompt is None or spec.output is None):
         raise ValueError("lengths: without a trace both are needed; give --prompt-tokens and --output-tokens")
-    if not SLOWEST <= spec.rate_scale <= MOST_RATE or (spec.rate_rps and spec.rate_rps * spec.rate_scale < SLOWEST):
+    if not SLOWEST <= spec.rate_scale <= MAX_RATE or (spec.rate_rps and spec.rate_rps * spec.rate_scale < SLOWEST):
         raise ValueError(
-            f"rate {spec.rate_rps:g} x {spec.rate_scale:g}: out of range; stay within {SLOWEST:g} and {MOST_RATE:g}"
+            f"rate {spec.rate_rps:g} x {spec.rate_scale:g}: out of range; stay within {SLOWEST:g} and {MAX_RATE:g}"
         )
     count = spec.requests or (len(trace.prompt_tokens) if trace is not None else 1000)
-    if count > MOST_REQUESTS:
-        raise ValueError(f"{spec.trace}: {count:,} requests are too many; give --requests N, at most {MOST_REQUESTS:,}")
+    if count > MAX_REQUESTS:
+        raise ValueError(f"{spec.trace}: {count:,} requests are too many; give --requests N, at most {MAX_REQUESTS:,}")
     prompt = spec.prompt.draw(count, spec.seed, 0) if spec.prompt else _cycle(trace, "prompt_tokens", count)
     output = spec.output.draw(count, spec.seed, 1) if spec.output else _cycle(trace, "output_tokens", count)
     priority = _classes(spec, count)

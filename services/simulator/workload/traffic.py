@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-MOST_TOKENS = 1_000_000  # bound of a prompt and of an output
+MAX_TOKENS = 1_000_000  # bound of a prompt and of an output
 LATEST_S = 1e9  # later times in ns come near the end of int64
 
 
@@ -115,8 +115,8 @@ def _tokens(row: dict[str, str], name: str, where: str) -> int:
         count = int(text)
     except ValueError:
         count = 0
-    if not 1 <= count <= MOST_TOKENS:
-        raise ValueError(f"{where}: {name} is {text[:40]!r}; give an integer from 1 to {MOST_TOKENS:,}")
+    if not 1 <= count <= MAX_TOKENS:
+        raise ValueError(f"{where}: {name} is {text[:40]!r}; give an integer from 1 to {MAX_TOKENS:,}")
     return count
 
 

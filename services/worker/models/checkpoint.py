@@ -42,7 +42,7 @@ DTYPES = FLOATS | {
 }
 """Types of safetensors -> torch's."""
 HEADER_BYTES = 16 << 20  # of one file: some 100,000 tensors; parsed JSON takes many times as much memory
-MOST_DIMENSIONS = 8  # no model has more; the product of a million sizes takes minutes
+MAX_DIMENSIONS = 8  # no model has more; the product of a million sizes takes minutes
 PIECE_BYTES = 2 << 20  # of a tensor at a time, in float32, and between two reports of progress
 SHIFT = 61
 """Numbers between the begins of two rows of a random matrix."""
@@ -377,8 +377,8 @@ def _place(file: str, entry: Any, begin: int) -> _Place:
     shape, dtype = tuple(entry["shape"]), entry["dtype"]
     if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
         raise ValueError("its header has a tensor of no size")
-    if len(shape) > MOST_DIMENSIONS:
-        raise ValueError(f"its header has a tensor of {len(shape)} dimensions, at most {MOST_DIMENSIONS}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"its header has a tensor of {len(shape)} dimensions, at most {MAX_DIMENSIONS}")
     if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError("its header has a tensor with a size that is not that of its shape")
     return _Place(file, dtype, shape, begin + start)

@@ -23,7 +23,7 @@ DIGITS = 32
 LEAF_BYTES = 8 << 20
 """Bytes with a digest of their own; the fingerprint is the digest of these, so that threads can share a tensor."""
 READ_BYTES = 1 << 20
-MOST_THREADS = 4
+MAX_THREADS = 4
 NICE = 10
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """The same in all containers of a machine. Machines may have one name, and as copies the same numbers of files."""
@@ -39,7 +39,7 @@ class Fingerprint:
         self, head: bytes, spans: Iterable[Span], threads: int = 1, parallel: ParallelState | None = None
     ) -> None:
         """head: what decides the numbers besides those of the tensors: settings, names, types and shapes. threads: at
-        most, and MOST_THREADS. parallel: makes its calls in the same order at all ranks. Raise ModelError where a
+        most, and MAX_THREADS. parallel: makes its calls in the same order at all ranks. Raise ModelError where a
         file is gone, and RankError.
         """
         self._head = head
@@ -53,7 +53,7 @@ class Fingerprint:
         for numbered in enumerate(leaves):
             self._spans.put(numbered)
         self._errors: list[Exception] = []
-        count = min(threads, MOST_THREADS, len(leaves))
+        count = min(threads, MAX_THREADS, len(leaves))
         self._threads = [threading.Thread(target=self._run_aside, daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()

@@ -17,7 +17,7 @@ from services.worker.in_flight import UNMASKED, InFlightStep
 from services.worker.kv.transfers import Acknowledged
 from services.worker.parallel.state import COPIES, TOKENS, ParallelState
 from shared.errors import RankError
-from shared.text.grammar_process import MOST_FORCED
+from shared.text.grammar_process import MAX_FORCED
 
 REASON_BYTES = 256
 """Of the message why a grammar cannot be followed."""
@@ -179,5 +179,5 @@ def _layout(inflight: InFlightStep) -> np.dtype[np.void]:
         fields.append(("vectors", "<f4", (pooled, inflight.vector_size)))
     if inflight.has_grammars:
         fields += [("grammar_errors", f"S{REASON_BYTES}", (rows,)), ("late", "?", (rows,))]
-        fields.append(("forced", "<i4", (rows, MOST_FORCED + 1)))
+        fields.append(("forced", "<i4", (rows, MAX_FORCED + 1)))
     return np.dtype(fields)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-MOST_PARTS = 1 << 9
+MAX_PARTS = 1 << 9
 """Of one model. Those of 1,000 B parameters have some 50."""
 _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
@@ -22,7 +22,7 @@ def part_number(name: str) -> tuple[int, int] | None:
 def part_names(name: str) -> list[str]:
     """Return the names of all parts of the model that a part's name or path is of; of a whole file that one."""
     match = _PART.fullmatch(name)
-    if match is None or not 0 < int(match[3]) <= MOST_PARTS:
+    if match is None or not 0 < int(match[3]) <= MAX_PARTS:
         return [name]
     return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
 

@@ -22,20 +22,20 @@ import numpy as np
 
 from shared.errors import ModelError
 from shared.messages import shorten
-from shared.models.gguf.parts import MOST_PARTS, part_names, part_number
+from shared.models.gguf.parts import MAX_PARTS, part_names, part_number
 
 VERSIONS = (2, 3)
-MOST_KEYS = 4096
-MOST_TENSORS = 1 << 16
-MOST_KEY_BYTES = 1 << 10
-MOST_STRING_BYTES = 1 << 20
+MAX_KEYS = 4096
+MAX_TENSORS = 1 << 16
+MAX_KEY_BYTES = 1 << 10
+MAX_STRING_BYTES = 1 << 20
 """Of one value. Chat templates have some 10 kB."""
-MOST_ITEMS = 2 << 20
+MAX_ITEMS = 2 << 20
 """Of one array. Gemma 3 has 262,144 tokens, Llama 3 280,147 merges."""
-MOST_METADATA_BYTES = 64 << 20
+MAX_METADATA_BYTES = 64 << 20
 """Of the headers of all parts of a model together. Gemma 3's has 7 MB."""
-MOST_DIMENSION = 1 << 32
-MOST_ALIGNMENT = 1 << 20
+MAX_DIMENSION = 1 << 32
+MAX_ALIGNMENT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class GgufFile:
 
     def part_paths(self) -> list[Path]:
         """Return the files of the model, this one first. Raise ModelError where it is not the first of its parts."""
-        count = self.integer("split.count", 1, most=MOST_PARTS)
+        count = self.integer("split.count", 1, most=MAX_PARTS)
         if count <= 1:
             return [self.path]
         number, named = part_number(self.path.name) or (0, 0)
@@ -132,7 +132,7 @@ class GgufFile:
 
     def join(self, parts: Iterable[GgufFile]) -> None:
         """Add the tensors of the other parts. Raise ModelError for those that are not of the same model."""
-        count, total = len(self.part_paths()), self.integer("split.tensors.count", most=MOST_TENSORS)
+        count, total = len(self.part_paths()), self.integer("split.tensors.count", most=MAX_TENSORS)
         self._check_part(self, 0, count, total)
         for number, part in enumerate(parts, 1):
             self._check_part(part, number, count, total)
@@ -297,7 +297,7 @@ def _join(parts: tuple[_Version, ...]) -> GgufFile:
 
 def _headers(parts: tuple[_Version, ...]) -> Iterator[GgufFile]:
     """Read one at a time, as any may be refused, and within one bound: 512 of the largest would take minutes."""
-    remaining_bytes = MOST_METADATA_BYTES
+    remaining_bytes = MAX_METADATA_BYTES
     for path, _, size_bytes in parts:
         header = _read_header(path, size_bytes, remaining_bytes)
         remaining_bytes -= header.header_bytes[path]
@@ -308,7 +308,7 @@ def _headers(parts: tuple[_Version, ...]) -> Iterator[GgufFile]:
 def _read(version: _Version) -> GgufFile:
     """Read the header once as long as the file is the same one."""
     path, _, size_bytes = version
-    return _read_header(path, size_bytes, MOST_METADATA_BYTES)
+    return _read_header(path, size_bytes, MAX_METADATA_BYTES)
 
 
 def _read_header(path: Path, size_bytes: int, most_bytes: int) -> GgufFile:
@@ -337,17 +337,17 @@ class _Header:
             kind = "big-endian" if big else f"version {version}"
             raise ValueError(f"{kind}, versions 2 and 3 in little-endian order are read")
         tensors, keys = self._number("Q", "the number of tensors"), self._number("Q", "the number of keys")
-        self._demand("tensors", tensors, MOST_TENSORS, 32)
-        self._demand("keys", keys, MOST_KEYS, 13)
+        self._demand("tensors", tensors, MAX_TENSORS, 32)
+        self._demand("keys", keys, MAX_KEYS, 13)
         self.metadata: dict[str, Any] = {}
         for _ in range(keys):
-            key = self._string("a key", MOST_KEY_BYTES)
+            key = self._string("a key", MAX_KEY_BYTES)
             if key in self.metadata:
                 raise ValueError(f"key {_short(key)} is there twice")
             self.metadata[key] = self._value(key)
         infos = [self._tensor() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
-        if type(alignment) is not int or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
+        if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise ValueError(f"general.alignment is {_short(alignment)}, expected a power of two")
         self.size_bytes = begin = -(-self._at // alignment) * alignment
         self.tensors: dict[str, Tensor] = {}
@@ -371,15 +371,15 @@ class _Header:
             end, last = tensor.start + tensor.size_bytes, tensor.name
 
     def _tensor(self) -> tuple[str, BlockType, tuple[int, ...], int]:
-        name = self._string("the name of a tensor", MOST_KEY_BYTES)
+        name = self._string("the name of a tensor", MAX_KEY_BYTES)
         if not name.isprintable():  # errors quote it
             raise ValueError(f"tensor {_short(name)} has a name that cannot be printed")
         dimensions = self._number("I", f"tensor {_short(name)}")
         if not 1 <= dimensions <= 4:
             raise ValueError(f"tensor {_short(name)} has {dimensions} dimensions, from 1 to 4 are read")
         sizes = [self._number("Q", f"tensor {_short(name)}") for _ in range(dimensions)]
-        if not all(0 < size <= MOST_DIMENSION for size in sizes):
-            raise ValueError(f"tensor {_short(name)} has the shape {sizes}, sizes from 1 to {MOST_DIMENSION} are read")
+        if not all(0 < size <= MAX_DIMENSION for size in sizes):
+            raise ValueError(f"tensor {_short(name)} has the shape {sizes}, sizes from 1 to {MAX_DIMENSION} are read")
         number = self._number("I", f"tensor {_short(name)}")
         type_ = BLOCK_TYPES.get(number)
         if type_ is None:
@@ -397,7 +397,7 @@ class _Header:
     def _value(self, key: str) -> Any:
         kind = self._number("I", key)
         if kind == _STRING:
-            return self._string(key, MOST_STRING_BYTES)
+            return self._string(key, MAX_STRING_BYTES)
         if kind == _ARRAY:
             return self._array(key)
         if kind not in _SCALARS:
@@ -409,11 +409,11 @@ class _Header:
         if kind not in _SCALARS and kind != _STRING:
             raise ValueError(f"{_short(key)} is an array of type {kind}, scalars and strings are read")
         each = 8 if kind == _STRING else struct.calcsize(f"<{_SCALARS[kind]}")
-        self._demand(f"values of {_short(key)}", count, MOST_ITEMS, each)
+        self._demand(f"values of {_short(key)}", count, MAX_ITEMS, each)
         start = self._at
         if kind == _STRING:
             for _ in range(count):
-                self._skip(self._number("Q", key), key, MOST_STRING_BYTES)
+                self._skip(self._number("Q", key), key, MAX_STRING_BYTES)
         else:
             self._at += count * each
         return _Array(kind, count, start, self._at)
@@ -443,7 +443,7 @@ class _Header:
         if size > self._end - self._at:
             raise ValueError(
                 f"cut off in {_short(kind)}, or its metadata, of all parts together, has more than "
-                f"{MOST_METADATA_BYTES} bytes"
+                f"{MAX_METADATA_BYTES} bytes"
             )
         (value,) = struct.unpack_from(f"<{letter}", self._data, self._at)
         self._at += size

@@ -14,12 +14,12 @@ from typing import Any
 from shared.errors import ModelError
 from shared.models.gguf.reader import GgufFile
 
-MOST_TOKENS = 1 << 20
-MOST_VOCABULARY_BYTES = 32 << 20
+MAX_TOKENS = 1 << 20
+MAX_VOCABULARY_BYTES = 32 << 20
 """Of the texts of all tokens, and of all merges. Gemma 3 has 3 MB."""
-MOST_MERGED_CHARS = 256
+MAX_MERGED_CHARS = 256
 """Of a token of SentencePiece that is merged of others: each place where it can be cut is looked at."""
-MOST_END_IDS = 8
+MAX_END_IDS = 8
 BLANK = "\u2581"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 _END_TEXTS = frozenset(
@@ -136,7 +136,7 @@ def end_ids(file: GgufFile) -> list[int]:
     # In gpt-oss's format <|end|> ends a message, and the text goes on with the next one.
     ends = _END_TEXTS - {"<|end|>"} if file.text("general.architecture") == "gpt-oss" else _END_TEXTS
     known = [id_ for id_, (text, type_) in typed_texts if type_ == CONTROL and text in ends]
-    return list(dict.fromkeys(id_ for id_ in (*end_tokens, *known) if id_ is not None))[:MOST_END_IDS]
+    return list(dict.fromkeys(id_ for id_ in (*end_tokens, *known) if id_ is not None))[:MAX_END_IDS]
 
 
 class _Vocabulary:
@@ -149,9 +149,9 @@ class _Vocabulary:
     def __init__(self, file: GgufFile) -> None:
         self.texts = file.texts("tokenizer.ggml.tokens")
         self.is_gemma = file.text("general.architecture").startswith("gemma")
-        if not 0 < len(self.texts) <= MOST_TOKENS:
+        if not 0 < len(self.texts) <= MAX_TOKENS:
             raise ModelError(
-                f"{file.path}: tokenizer.ggml.tokens has {len(self.texts)} tokens, from 1 to {MOST_TOKENS} are read; "
+                f"{file.path}: tokenizer.ggml.tokens has {len(self.texts)} tokens, from 1 to {MAX_TOKENS} are read; "
                 "choose a file with its tokenizer"
             )
         _check_bytes(file, "tokenizer.ggml.tokens", self.texts)
@@ -253,9 +253,9 @@ def _merges(file: GgufFile, vocabulary: _Vocabulary) -> list[list[str]]:
     }
     merges: list[tuple[float, str, str]] = []
     for text, score in pairs.items():
-        if len(text) > MOST_MERGED_CHARS:
+        if len(text) > MAX_MERGED_CHARS:
             raise ModelError(
-                f"{file.path}: token {text[:40]!r} has {len(text)} characters, at most {MOST_MERGED_CHARS}; choose "
+                f"{file.path}: token {text[:40]!r} has {len(text)} characters, at most {MAX_MERGED_CHARS}; choose "
                 "another model"
             )
         for cut in range(1, len(text)):
@@ -304,7 +304,7 @@ def _special(file: GgufFile, key: str, tokens: int) -> int | None:
 
 
 def _check_bytes(file: GgufFile, key: str, texts: list[str]) -> None:
-    if (size := sum(map(len, texts))) > MOST_VOCABULARY_BYTES:
+    if (size := sum(map(len, texts))) > MAX_VOCABULARY_BYTES:
         raise ModelError(
-            f"{file.path}: {key} has {size} characters, at most {MOST_VOCABULARY_BYTES}; choose another model"
+            f"{file.path}: {key} has {size} characters, at most {MAX_VOCABULARY_BYTES}; choose another model"
         )

@@ -34,7 +34,7 @@ ENDS: Mapping[str, set[str]] = {
 LASTING = ("requests:", "queue", "epoch", "batches:epoch", "keys:salt", "events", "dead")
 """Keys that may stay for ever (docs/redis.md), behind the prefix."""
 
-MOST_SLIPPED, EVIDENCE = 64, 8
+MAX_SLIPPED, EVIDENCE = 64, 8
 """Tokens that may be told again or left out at once, and those behind them that have to be right again."""
 
 MORE_FDS = 24
@@ -234,7 +234,7 @@ def _counted(history: History, told: _Told) -> list[Violation]:
 def _slip(tokens: list[int], right: list[int], at: int) -> str:
     """What explains another token at this place: some that were there already, some left out, or neither."""
     for kind, told, rest in (("doubled", tokens, right[at:]), ("lost", right, tokens[at:])):
-        for begin in range(at + 1, at + 1 + MOST_SLIPPED):
+        for begin in range(at + 1, at + 1 + MAX_SLIPPED):
             evidence = min(len(told) - begin, len(rest), EVIDENCE)
             if evidence > 1 and told[begin : begin + evidence] == rest[:evidence]:
                 return kind

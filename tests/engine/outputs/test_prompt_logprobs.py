@@ -19,7 +19,7 @@ from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
 from services.worker import engine as engine_module
 from services.worker.engine import Engine
-from shared.text.logprobs import MOST, TokenLogprobs, unpack_prompt_records
+from shared.text.logprobs import MAX_LOGPROBS, TokenLogprobs, unpack_prompt_records
 from tests.engine.driver import Driver, make_engine, requests_of
 from tests.engine.ranks import Processes
 from tests.support import in_process
@@ -194,6 +194,6 @@ def test_logits_that_are_not_finite_fail_the_prompt_alone(
 
 def test_more_likely_tokens_than_served_are_refused(reference: Reference) -> None:
     driver = Driver(small(reference.path, "reference", kv_blocks=40))
-    driver.enter(0, [1, 2, 3], sampling=worker_pb2.Sampling(prompt_logprobs=MOST + 2))
+    driver.enter(0, [1, 2, 3], sampling=worker_pb2.Sampling(prompt_logprobs=MAX_LOGPROBS + 2))
     (error,) = driver.step({0: 3}).errors
     assert (error.code, "prompt_logprobs: 21 tokens" in error.message) == ("invalid_sampling", True)

@@ -415,7 +415,7 @@ def test_unbounded_tokenizer_is_refused_before_the_weights(machine: Machine, mon
     step = {"type": "Prepend", "prepend": "x" * 5000}
     machine.hub.add("acme/grows", files(**{"tokenizer.json": json.dumps({"normalizer": step}).encode()}))
     assert "one byte of text can become 5001, at most 4096" in machine.run("pull", "acme/grows", code=2)
-    monkeypatch.setattr("services.hub.fetch.MOST_FILE_BYTES", 1)
+    monkeypatch.setattr("services.hub.fetch.MAX_FILE_BYTES", 1)
     assert "tokenizer.json has 2 bytes, at most 1; choose another" in machine.run("pull", NAME, code=2)
     assert not [seen for seen in machine.hub.seen if "model.safetensors" in seen.path]
 

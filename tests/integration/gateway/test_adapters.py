@@ -491,7 +491,7 @@ async def test_full_store_takes_what_it_has_already(
     write(folder / "old", fill=9.0)
     write(folder / "more", fill=10.0)
     await adapters.load("old", "old", False)
-    monkeypatch.setattr("services.gateway.adapters.MOST_STORED", len(list((folder / STORE).iterdir())))
+    monkeypatch.setattr("services.gateway.adapters.MAX_STORED", len(list((folder / STORE).iterdir())))
     await adapters.load("other name", "old", False)
     with pytest.raises(ApiError, match="folders, the maximum; remove those that no request needs"):
         await adapters.load("more", "more", False)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from services.gateway.dashboard import routes
-from services.gateway.dashboard.feed import MOST_VIEWERS
+from services.gateway.dashboard.feed import MAX_VIEWERS
 from shared.telemetry.stack_view import HISTORY
 from tests.support import sse
 from tests.support.gateway.process import GatewayProcess, running_gateway
@@ -76,13 +76,13 @@ def test_viewers_are_bounded_and_the_last_ends_the_reading(
     written.tell()
     client: Any = redis_server.client
     with contextlib.ExitStack() as viewers:
-        streams = [viewers.enter_context(watching(gateway)) for _ in range(MOST_VIEWERS)]
+        streams = [viewers.enter_context(watching(gateway)) for _ in range(MAX_VIEWERS)]
         for events in streams:
             assert next(events)[0] == "past"
         client.config_resetstat()
         seen = [next(streams[-1]) for _ in range(4)]
         reads = client.info("commandstats")["cmdstat_xrevrange"]["calls"]  # the feed alone gives this command
-        assert reads < MOST_VIEWERS * len(seen) / 2, "once a frame, not once a viewer"
+        assert reads < MAX_VIEWERS * len(seen) / 2, "once a frame, not once a viewer"
         refused = httpx.get(gateway.ops_url + routes.EVENTS, timeout=60, verify=PLAIN)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
         during = len(client.client_list())

@@ -700,7 +700,7 @@ async def test_model_is_let_go_once_when_two_tasks_find_it_idle(
     await expire(second)
     await wait_until(lambda: SECOND not in gateway.models.open)  # the table waits for its end
     await expire(other)
-    monkeypatch.setattr(models, "MOST_OPEN", 1)
+    monkeypatch.setattr(models, "MAX_OPEN", 1)
     again = asyncio.create_task(text_of(client, SECOND))
     await wait_until(lambda: THIRD not in gateway.models.open)  # to make room
     may_end[SECOND].set()
@@ -821,7 +821,7 @@ async def test_models_with_orphans_open_in_turn_where_there_is_room(
     gateway: Gateway, redis_server: RedisServer, third: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await wait_until(lambda: gateway.models.state(THIRD) == "ready")
-    monkeypatch.setattr(models, "MOST_OPEN", 1)
+    monkeypatch.setattr(models, "MAX_OPEN", 1)
     both = (Keys(SECOND), Keys(THIRD))
     with redis_server.client.pipeline() as pipe:
         for keys in both:

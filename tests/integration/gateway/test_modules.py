@@ -25,7 +25,7 @@ from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.waiting import free_port, wait_until
 
-MOST = 12
+MAX_CROSSED = 12
 ROOT = Path(services.gateway.__file__).parent
 REQUESTS = 5
 
@@ -79,5 +79,5 @@ async def test_streamed_chat_crosses_few_modules(tmp_path: Path, redis_server: R
     await gateway.stop()
     model.close()
     crossed = set.intersection(*walks)
-    assert len(crossed) <= MOST, "\n".join(sorted(crossed))
+    assert len(crossed) <= MAX_CROSSED, "\n".join(sorted(crossed))
     assert {"http/protocol.py", "openai/chat.py", "text/chat_template.py"} <= crossed

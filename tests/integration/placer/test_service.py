@@ -14,7 +14,7 @@ from services.placer import decide, service
 from services.placer.service import Placer
 from shared.errors import ConfigurationError
 from shared.keys import PLACER, PLACER_KEYS, Keys
-from shared.placement import MOST_MS, Placement, read_placements
+from shared.placement import MAX_MS, Placement, read_placements
 from shared.redis_client import connect
 from shared.settings import PlacerSettings
 from shared.tasks import end
@@ -194,7 +194,7 @@ async def test_requests_without_a_gateway_wake_no_model(
         await wait_until(awake(client, woken))
 
 
-@pytest.mark.parametrize(("load_ms", "most_ms"), [(100, 400), (0, MOST_MS)], ids=["measured before", "never measured"])
+@pytest.mark.parametrize(("load_ms", "most_ms"), [(100, 400), (0, MAX_MS)], ids=["measured before", "never measured"])
 async def test_load_is_measured_from_the_wake_to_another_worker(
     redis_server: RedisServer, client: Any, load_ms: int, most_ms: int
 ) -> None:

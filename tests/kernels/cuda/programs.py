@@ -23,7 +23,7 @@ from kernels.cuda.calls import BF16, F16, SCALE_BYTES, SLAB, Call
 from kernels.cuda.device import Device
 from kernels.emulator.device import EmulatedDevice
 from kernels.emulator.program import FORWARD, PTX, RACES, REVERSE, SANITIZERS, Program
-from kernels.ops import MOST_CODE
+from kernels.ops import MAX_CODE
 from tests.kernels.sequences import rounded
 
 GPU = torch.cuda.is_available()
@@ -119,7 +119,7 @@ def put(part: Tensor, blocks: Tensor, places: Tensor, x: Tensor, fp8: bool) -> T
         part[blocks, :, places] = x
         return x
     heads, head_dim = x.shape[1:]
-    scale = x.float().abs().amax(-1, keepdim=True) / MOST_CODE["fp8"]
+    scale = x.float().abs().amax(-1, keepdim=True) / MAX_CODE["fp8"]
     codes = (x.float() / scale).to(torch.float8_e4m3fn)
     for values, begin in ((codes, 0), (scale, SLAB * head_dim)):
         held = values.view(torch.int8)

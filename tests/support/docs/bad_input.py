@@ -26,7 +26,7 @@ from shared.security.api_keys import KeyRecord
 from shared.settings import ROOT
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.docs.bad_calls import CALLS, USER, Called
-from tests.support.docs.bad_requests import CROWDED, MOST_BODY, SECTIONS, WITHOUT_SCHEDULER, Sent
+from tests.support.docs.bad_requests import CROWDED, MAX_BODY, SECTIONS, WITHOUT_SCHEDULER, Sent
 from tests.support.gateway.process import GatewayProcess, running_gateway
 from tests.support.stack import PLAIN, RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
@@ -40,7 +40,7 @@ and a vocabulary of 362; `model` is not shown in the bodies. Bodies are at most 
 are those of the [API](api.md#limits). Errors of Messages have a type in place of the code. The page is written by the
 test that checks it, `python -m tests.support.docs.bad_input`.
 """
-MOST_SHOWN = 36
+MAX_SHOWN = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _refused(answers: list[kserve.ModelStreamInferResponse]) -> Answer:
 
 def brief(value: Any) -> Any:
     """A JSON value as it fits into a cell: long texts, lists and objects by their beginning and their size."""
-    if isinstance(value, str) and len(value) > MOST_SHOWN:
+    if isinstance(value, str) and len(value) > MAX_SHOWN:
         return f"{value[:8]}... ({len(value)} characters)"
     if isinstance(value, list):
         shown = [brief(item) for item in value[:4]]
@@ -191,7 +191,7 @@ def answers(directory: Path) -> Iterator[tuple[Asked, list[Answer], list[Answer]
     grpc_port = free_port()
     model = write_model(directory / "tiny")
     settings = {
-        "api_key": USER, "max_body_bytes": MOST_BODY, "grpc_port": grpc_port,
+        "api_key": USER, "max_body_bytes": MAX_BODY, "grpc_port": grpc_port,
         "tool_parser": "hermes", "read_timeout_s": 3, "max_queued_tokens": 1_000_000,
         "max_queued_bytes": 10_000_000, "files_dir": directory / "files",
     }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 from tests.support.checkpoints.tokenizers import CONTEXT
 from tests.support.docs.bad_calls import USER
 
-MOST_BODY = 200_000
+MAX_BODY = 200_000
 CHAT = [{"role": "user", "content": "x"}]
 
 
@@ -442,7 +442,7 @@ BODIES = [
     completions(**WIDE),
     completions(logit_bias=WIDE),
     Sent("/v1/completions", b'{"prompt": [' + b"[]," * 65_535 + b"[]]}", note="`prompt` with 65,536 empty lists"),
-    Sent("/v1/completions", b'{"prompt": "' + b"x" * MOST_BODY + b'"}', note=f"a body above {MOST_BODY} bytes"),
+    Sent("/v1/completions", b'{"prompt": "' + b"x" * MAX_BODY + b'"}', note=f"a body above {MAX_BODY} bytes"),
     Sent("/v1/completions", b"prompt=x", headers={"Content-Type": "text/plain"}, note="`Content-Type: text/plain`"),
     Sent("/v1/completions", {"prompt": "x"}, headers={"x-filler": "y" * 40_000}, note="a header of 40,000 bytes"),
     Sent("/v1/completions", {"prompt": "x"}, headers={f"x-{n}": "y" for n in range(101)}, note="more than 100 headers"),

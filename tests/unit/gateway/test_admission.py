@@ -331,7 +331,7 @@ def test_request_that_comes_back_early_moves_no_other_back() -> None:
 
 
 def test_places_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MOST_PLACES", 2)
+    monkeypatch.setattr(admission, "MAX_PLACES", 2)
     found = Places()
     assert [found.promise(number, "normal", 1.0, 0.0, 100.0) for number in range(2)] == [1, 1]
     assert found.promise(3, "normal", 1.0, 0.0, 100.0) >= HORIZON_S

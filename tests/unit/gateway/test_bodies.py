@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from services.gateway.anthropic.bodies import MessagesBody
-from services.gateway.errors import MOST_MESSAGE, MOST_PARAM, ApiError
+from services.gateway.errors import MAX_MESSAGE, MAX_PARAM, ApiError
 from services.gateway.http.multipart import MAX_HEAD_BYTES, MAX_PARTS, MultipartReader, Part, boundary_of
 from services.gateway.openai.bodies import (
     ChatBody,
@@ -231,8 +231,8 @@ def test_boundary_and_names_are_read_with_and_without_quotes() -> None:
 def test_error_is_short_where_a_name_is_long(body: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         parse_body(orjson.dumps({"model": "m", "messages": [MESSAGE], **body}), ChatBody)
-    assert len(refused.value.param or "") <= MOST_PARAM and len(refused.value.message) <= MOST_MESSAGE
-    assert len(refused.value.json()) <= 2 * MOST_MESSAGE
+    assert len(refused.value.param or "") <= MAX_PARAM and len(refused.value.message) <= MAX_MESSAGE
+    assert len(refused.value.json()) <= 2 * MAX_MESSAGE
     assert refused.value.message.startswith(("Unrecognized request argument", "Invalid value"))
 
 

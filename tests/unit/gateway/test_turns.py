@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from services.gateway import request
-from services.gateway.admission import AGAIN_S, MOST_AGAIN, TURNS, Refusals, Turns
+from services.gateway.admission import AGAIN_S, MAX_AGAIN, TURNS, Refusals, Turns
 from services.gateway.auth import Caller
 from services.gateway.errors import ApiError
 from services.gateway.request import Arrival
@@ -253,7 +253,7 @@ def test_refusal_does_not_hold_for_smaller_requests_or_beyond_its_time() -> None
 def test_refusals_are_bounded() -> None:
     found = Refusals()
     error = ApiError(429, "no", code="queue_full", retry_after_s=9)
-    for number in range(MOST_AGAIN + 1):
+    for number in range(MAX_AGAIN + 1):
         found.note(generations.spec(prompts=[[1]], priority="normal"), str(number), FULL, error, 100.0)
     assert found.find_repeat(arrival(tenant="0"), 100.1) is None
-    assert found.find_repeat(arrival(tenant=str(MOST_AGAIN)), 100.1)
+    assert found.find_repeat(arrival(tenant=str(MAX_AGAIN)), 100.1)

@@ -8,7 +8,7 @@ import pytest
 
 from services.placer.decide import IDLE_MS, PATIENCE, UNKNOWN_GIVE_UP_MS, UNKNOWN_LOAD_MS, Demand, choose, wake_ms
 from shared.keys import CLASSES
-from shared.placement import MOST_FAILED
+from shared.placement import MAX_FAILED
 
 LOAD_MS = 5000
 BUSY = Demand("busy", True, ready_ms=10**6, load_ms=LOAD_MS, waiting_ms={"normal": 300})
@@ -189,7 +189,7 @@ def test_model_that_never_loads_takes_little_time_from_another(is_busy: bool) ->
         )  # fmt: skip
         (chosen,) = choose([works, broken], 1)
         if chosen != awake:
-            failed = min(MOST_FAILED, failed + (awake == "broken"))
+            failed = min(MAX_FAILED, failed + (awake == "broken"))
             awake, since_ms = chosen, now_ms
         lost_ms += second_ms if awake == "broken" else 0
     assert 0.05 < lost_ms / day_ms < 0.15

@@ -19,14 +19,14 @@ from services.worker.models.config import load_config
 from services.worker.models.gguf import GgufWeights
 from shared.errors import ModelError
 from shared.models.gguf import reader
-from shared.models.gguf.reader import MOST_KEYS, MOST_TENSORS, open_gguf
+from shared.models.gguf.reader import MAX_KEYS, MAX_TENSORS, open_gguf
 from shared.models.hub import gguf_files, gguf_in
 from shared.models.model_files import read_bounded
 from shared.settings import CommonSettings
 from tests.support.checkpoints.gguf import write_file
 
 HEADERS = 150
-MOST_BYTES = 8 << 20
+MAX_BYTES = 8 << 20
 """Of memory for a header of 2 kB. Python's own objects of a whole one take 0.1 MB."""
 METADATA: dict[str, Any] = {
     "general.architecture": "llama", "general.name": "tiny", "llama.context_length": 64, "llama.embedding_length": 64,
@@ -112,7 +112,7 @@ def test_mutated_headers_end_with_a_sentence_and_little_memory(tmp_path: Path, p
         finally:
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-        assert peak < MOST_BYTES, seed
+        assert peak < MAX_BYTES, seed
     assert HEADERS // 2 < broken < HEADERS
 
 
@@ -146,9 +146,9 @@ def tensor(name: str, sizes: tuple[int, ...], kind: int, offset: int) -> bytes:
         (b"GGML" + bytes(40), "not a GGUF file"),
         (b"GGUF" + u32(1) + bytes(40), "version 1, versions 2 and 3"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(40), "big-endian"),
-        (tensors(MOST_TENSORS + 1) + bytes(40), "65537 tensors, at most 65536"),
+        (tensors(MAX_TENSORS + 1) + bytes(40), "65537 tensors, at most 65536"),
         (tensors(50) + bytes(40), "50 tensors do not fit into 40 bytes"),
-        (keys(MOST_KEYS + 1), "4097 keys, at most 4096"),
+        (keys(MAX_KEYS + 1), "4097 keys, at most 4096"),
         (keys(1) + u64(2000) + bytes(40), "a text of 2000 bytes, at most 1024"),
         (keys(1) + u64(100) + bytes(40), "a text of 100 bytes, 40 are left"),
         (keys(1) + text("k") + u32(13) + bytes(9), "k has a value of the unknown type 13"),
@@ -265,11 +265,11 @@ def test_metadata_of_all_parts_have_one_bound(tmp_path: Path, monkeypatch: pytes
     texts = {"more": [""] * 200}  # 1.6 kB
     parts = write_split(tmp_path, {1: texts, 2: texts})
     first = open_gguf(parts[0]).header_bytes[parts[0]]
-    monkeypatch.setattr(reader, "MOST_METADATA_BYTES", first + 3000)
+    monkeypatch.setattr(reader, "MAX_METADATA_BYTES", first + 3000)
     parts[0].touch()  # a version that was not read yet
     with pytest.raises(ModelError, match=r"x-00003-of-00003.gguf: 200 values of more do not fit into \d+ bytes"):
         open_gguf(parts[0])
-    monkeypatch.setattr(reader, "MOST_METADATA_BYTES", first + 200)
+    monkeypatch.setattr(reader, "MAX_METADATA_BYTES", first + 200)
     with pytest.raises(ModelError, match=r"x-00002-of-00003.gguf: 200 values of more do not fit"):
         open_gguf(parts[0])
 
@@ -318,7 +318,7 @@ def test_mutated_parts_end_with_a_sentence_and_little_memory(tmp_path: Path) -> 
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             parts[number].write_bytes(whole[number])
-        assert peak < MOST_BYTES, seed
+        assert peak < MAX_BYTES, seed
     assert HEADERS // 2 < broken <= HEADERS
 
 

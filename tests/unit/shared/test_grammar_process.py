@@ -24,8 +24,8 @@ from shared.text.grammar_process import (
     ENDED,
     GO_ON,
     HEAD,
+    MAX_FORCED,
     MEMORY_BYTES,
-    MOST_FORCED,
     SPENT,
     GrammarProcess,
     SequenceMatchers,
@@ -136,7 +136,7 @@ def test_forced_tokens_are_of_the_one_text_that_is_left(model: Path, process: Gr
             assert len(forced) == len(masks)
             for at, some in enumerate(forced):
                 text = tokenizer.decode([*outputs, *guesses[:at], *some])
-                assert FIXED.startswith(text) and len(some) <= MOST_FORCED
+                assert FIXED.startswith(text) and len(some) <= MAX_FORCED
                 assert not some or some[0] in allowed(masks[at])
                 seen += len(some) > 1
             outputs.append(draw.choice(allowed(masks[0])))

@@ -13,8 +13,8 @@ import pytest
 
 from shared.errors import ConfigurationError
 from shared.models.adapters import AdapterConfig, parse_config
-from shared.models.models_file import MOST_BYTES, MOST_MODELS, read_models
-from shared.placement import MOST_MS, Placement, read_placements
+from shared.models.models_file import MAX_BYTES, MAX_MODELS, read_models
+from shared.placement import MAX_MS, Placement, read_placements
 from shared.settings import GatewaySettings
 
 GOOD = """
@@ -115,9 +115,9 @@ def test_models_take_turns_where_fewer_may_be_awake_than_there_are(tmp_path: Pat
         ("awake: 0\nmodels: {a: {source: x}}", "awake: '0' is no number of models; write one from 1 to 64"),
         ("awake: [1]\nmodels: {a: {source: x}}", r"awake: \['1'\] is no number"),
         (f"awake: {'9' * 5000}\nmodels: {{a: {{source: x}}}}", "awake: '999"),
-        (f"models: {{{', '.join(f'm{number}: {{source: x}}' for number in range(MOST_MODELS + 1))}}}", "at most 64"),
-        ("#" * (MOST_BYTES + 9), f"{MOST_BYTES + 9} bytes, at most {MOST_BYTES} are read"),
-        ("[" * MOST_BYTES, "line 1: mappings and lists in each other 9 deep, at most 8"),
+        (f"models: {{{', '.join(f'm{number}: {{source: x}}' for number in range(MAX_MODELS + 1))}}}", "at most 64"),
+        ("#" * (MAX_BYTES + 9), f"{MAX_BYTES + 9} bytes, at most {MAX_BYTES} are read"),
+        ("[" * MAX_BYTES, "line 1: mappings and lists in each other 9 deep, at most 8"),
         ("{a: " * 9, "line 1: mappings and lists in each other 9 deep"),
         ("models:\n" + "".join(f"{' ' * depth}a:\n" for depth in range(1, 9)), "line 9: mappings and lists"),
         ("models: {.: {source: x}}", "model '.': only"),
@@ -147,7 +147,7 @@ def test_record_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("true", "1"), ("1200", "-1"), ("1200", "1.5"), ("1200", str(MOST_MS + 1)), ("1200", "true"),
+        ("true", "1"), ("1200", "-1"), ("1200", "1.5"), ("1200", str(MAX_MS + 1)), ("1200", "true"),
         ("1700000000000", "1e30"), ("[0,10,20,30]", "[0,10,20]"), ("[0,10,20,30]", '[0,10,20,"x"]'),
         ("[0,10,20,30]", "0"), ("load_ms", "load"), ("{", "["),
         ('"failed":2', '"failed":7'), ('"failed":2', '"failed":-1'), (',"failed":2', ""),

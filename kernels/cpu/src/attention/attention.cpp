@@ -33,7 +33,7 @@ constexpr bool BY_TILES = false;
 #endif
 
 struct NoTiles {
-  static constexpr int ROWS = MOST_ROWS;
+  static constexpr int ROWS = MAX_ROWS;
   NoTiles(int64_t, int) {}
 };
 
@@ -207,9 +207,9 @@ class Worker {
       tiles_.scores(query_ + top * stride_, rows, k_ + from, to - from, scores_ + from * LANES);
       return weigh_and_add(top, bottom, segment, state);
     }
-    for (int vector = from; vector < to; vector += MOST_VECTORS) {
-      const int count = smaller(MOST_VECTORS, to - vector);
-      const char *keys[MOST_VECTORS], *ahead[MOST_VECTORS];
+    for (int vector = from; vector < to; vector += MAX_VECTORS) {
+      const int count = smaller(MAX_VECTORS, to - vector);
+      const char *keys[MAX_VECTORS], *ahead[MAX_VECTORS];
       for (int c = 0; c < count; c++) {
         const int at = (vector + c) * LANES;
         keys[c] = k_[at / TILE] + at % TILE * 4;
@@ -279,7 +279,7 @@ class Worker {
     for (int row = top, alike; row < bottom; row += alike) {
       const auto keys = part(row);
       alike = 1;
-      while (row + alike < bottom && alike < MOST_ROWS && part(row + alike) == keys) alike++;
+      while (row + alike < bottom && alike < MAX_ROWS && part(row + alike) == keys) alike++;
       add_values(alike, row - top, keys.first, keys.second, nullptr, nullptr, state.values + top * stride_);
     }
   }
@@ -327,7 +327,7 @@ class Worker {
     if (begin >= end) return;
     const int vectors = stride_ / LANES;
     for (int vector = 0, count; vector < vectors; vector += count) {
-      count = smaller(MOST_VECTORS, vectors - vector);
+      count = smaller(MAX_VECTORS, vectors - vector);
       products<T>.value[rows - 1][count - 1](scores_ + place * SEGMENT, keep, v_, ahead, stride_, vector * LANES,
                                              begin, end, out + place * stride_);
     }
@@ -369,7 +369,7 @@ void attention(const AttentionArgs& a, const Step& step, Team& team) {
   Worker<T> worker(a, step, memory + list_bytes, plan.most_rows(), state_size);
   char* shared = nullptr;
   if (plan.shared_states()) shared = team.shared(Team::SHARED_ZEROS + plan.shared_states() * sizeof(float));
-  static_assert(Plan::MOST_SLOTS * sizeof(std::atomic<int32_t>) <= Team::SHARED_ZEROS, "a counter for each slot");
+  static_assert(Plan::MAX_SLOTS * sizeof(std::atomic<int32_t>) <= Team::SHARED_ZEROS, "a counter for each slot");
 
   const int64_t pieces = plan.pieces() * kv_heads;
   for (int64_t i = team.next(), after; i < pieces; i = after) {

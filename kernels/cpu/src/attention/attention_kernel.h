@@ -10,8 +10,8 @@
 
 static const int SEGMENT = 64;  // keys that are scored together, then weighed
 static const int SEGMENT_TILES = SEGMENT / TILE;
-static const int MOST_ROWS = 6;
-static const int MOST_VECTORS = LANES == 16 ? 4 : 2;  // with MOST_ROWS they fill the register file
+static const int MAX_ROWS = 6;
+static const int MAX_VECTORS = LANES == 16 ? 4 : 2;  // with MAX_ROWS they fill the register file
 
 #if defined(__AVX512BF16__) && LANES == 16
 #define DOT_PAIRS 1
@@ -173,15 +173,15 @@ struct Products {
   using Scores = void (*)(const float*, const char* const*, const char* const*, int64_t, float*);
   using Values = void (*)(const float*, const float*, const char* const*, const char* const*, int64_t, int64_t, int,
                           int, float*);
-  Scores score[MOST_ROWS][MOST_VECTORS];
-  Values value[MOST_ROWS][MOST_VECTORS];
+  Scores score[MAX_ROWS][MAX_VECTORS];
+  Values value[MAX_ROWS][MAX_VECTORS];
 
-  constexpr Products() : Products(std::make_integer_sequence<int, MOST_ROWS * MOST_VECTORS>()) {}
+  constexpr Products() : Products(std::make_integer_sequence<int, MAX_ROWS * MAX_VECTORS>()) {}
 
  private:
   template <int... I>
   constexpr explicit Products(std::integer_sequence<int, I...>) : score{}, value{} {
-    ((score[I / MOST_VECTORS][I % MOST_VECTORS] = scores<T, I / MOST_VECTORS + 1, I % MOST_VECTORS + 1>), ...);
-    ((value[I / MOST_VECTORS][I % MOST_VECTORS] = values<T, I / MOST_VECTORS + 1, I % MOST_VECTORS + 1>), ...);
+    ((score[I / MAX_VECTORS][I % MAX_VECTORS] = scores<T, I / MAX_VECTORS + 1, I % MAX_VECTORS + 1>), ...);
+    ((value[I / MAX_VECTORS][I % MAX_VECTORS] = values<T, I / MAX_VECTORS + 1, I % MAX_VECTORS + 1>), ...);
   }
 };

@@ -31,7 +31,7 @@ class Plan {
     int64_t total = 0;
     each_tile([&](const Piece& tile) { total += cost(tile, keys(tile)); });
     // Split is what would keep one thread busy while the others have nothing left.
-    const int64_t shares = 8 * int64_t(threads) < MOST_SLOTS ? 8 * int64_t(threads) : MOST_SLOTS;
+    const int64_t shares = 8 * int64_t(threads) < MAX_SLOTS ? 8 * int64_t(threads) : MAX_SLOTS;
     dear_ = threads > 1 ? total * kv_heads_ / shares : INT64_MAX;
     each_piece([&](const Piece& piece) {
       count_++;
@@ -60,8 +60,8 @@ class Plan {
     each_piece([&](const Piece& piece) { out[places_[bucket(piece)]++] = piece; });
   }
 
-  static const int64_t MOST_SLOTS = 1024;       // (slot, KV head) pairs
-  static const int64_t MOST_STATES = 8 << 20;  // floats that splitting may take: memory that no plan of it knows
+  static const int64_t MAX_SLOTS = 1024;       // (slot, KV head) pairs
+  static const int64_t MAX_STATES = 8 << 20;  // floats that splitting may take: memory that no plan of it knows
 
  private:
   static const int BUCKETS = 256;
@@ -85,7 +85,7 @@ class Plan {
     int64_t states = 0;
     each_tile([&](Piece& tile) {
       const int64_t needed = tile.splits * kv_heads_ * state_size(rows(tile));
-      if (tile.splits == 1 || cost(tile, keys(tile)) <= dear_ || states + needed > MOST_STATES) return use(tile);
+      if (tile.splits == 1 || cost(tile, keys(tile)) <= dear_ || states + needed > MAX_STATES) return use(tile);
       tile.slot = slots++;
       tile.states = states;
       states += needed;

@@ -220,7 +220,7 @@ class Linear {
   void round(const char* row, int64_t r) {
     const int64_t padded = round_up(args_.inputs, LANES);
     copy_row(row, args_.dtype, args_.inputs, padded, row_);
-    const float scale = code_scale(row_, padded, Int8Code::MOST);
+    const float scale = code_scale(row_, padded, Int8Code::MAX);
     encode<Int8Code>(row_, scale, padded, codes_);
     Input* to = copy_ + r * stride_;
     int32_t sum = 0;

@@ -60,4 +60,4 @@ static inline float gumbel(uint32_t word) {
 }
 
 constexpr float LEAST_GUMBEL = -2.8125f;  // of all words: -log(-log(2^-24)) = -2.8115
-constexpr float MOST_GUMBEL = 22.875f;    // -log(2^-33) = 22.8739
+constexpr float MAX_GUMBEL = 22.875f;    // -log(2^-33) = 22.8739

@@ -74,7 +74,7 @@ int64_t draw(const float* scores, int64_t vocab, float temperature, float most, 
     // The best will be at least this; less what the comparisons below lose by rounding.
     float least = std::max(best, most + LEAST_GUMBEL);
     least -= 0.01f + std::fabs(least) * 0x1p-20f;
-    bar = splat(least), reach = splat(std::max(floor, least - MOST_GUMBEL));
+    bar = splat(least), reach = splat(std::max(floor, least - MAX_GUMBEL));
   };
   raise();
   const auto consider = [&](int64_t i, vf v, const vu& words) {

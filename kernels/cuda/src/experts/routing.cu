@@ -16,7 +16,7 @@ struct RouteParams {
   int4* tiles;             // [tiles] expert, its first and end place in `order`, its first tile; expert below zero: none
   unsigned* finished;      // how many blocks are; 0 before and after
   int32_t rows;
-  int32_t experts;  // MOST_EXPERTS at most
+  int32_t experts;  // MAX_EXPERTS at most
   int32_t top_k;
   int32_t normalize;
   int32_t tile_rows;
@@ -35,7 +35,7 @@ struct CombineParams {
 
 namespace {
 
-constexpr int MOST_EXPERTS = 1024, WARPS = MOST_EXPERTS / 32;
+constexpr int MAX_EXPERTS = 1024, WARPS = MAX_EXPERTS / 32;
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int THREADS = 256;
 
@@ -143,7 +143,7 @@ __device__ __forceinline__ void each_pair(const RouteParams& p, Given given) {
 
 // A block's work: thread i has expert i.
 __device__ __forceinline__ void sort(const RouteParams& p) {
-  SHARED(int, places, MOST_EXPERTS);
+  SHARED(int, places, MAX_EXPERTS);
   const int thread = threadIdx.x;
   places[thread] = 0;
   __syncthreads();
@@ -190,6 +190,6 @@ __device__ __forceinline__ void combine(const CombineParams& p) {
 
 }  // namespace
 
-KERNEL(route, RouteParams, MOST_EXPERTS, route_rows)
+KERNEL(route, RouteParams, MAX_EXPERTS, route_rows)
 KERNEL(combine_bf16, CombineParams, THREADS, combine<bf16>)
 KERNEL(combine_f16, CombineParams, THREADS, combine<f16>)

@@ -117,8 +117,8 @@ __device__ __forceinline__ SamplerPart look(const SamplerRow& r, const Row& part
 
 // Leaves what a block found for the last one of its row. True for that one, which then has all of it.
 __device__ __forceinline__ bool gather(const SamplerParams& p, int row, int part, SamplerPart& found, Shortlist& list) {
-  constexpr int MOST_PARTS = 16;
-  SHARED(SamplerPart, parts, MOST_PARTS);
+  constexpr int MAX_PARTS = 16;
+  SHARED(SamplerPart, parts, MAX_PARTS);
   SHARED(int, is_last, 1);
   const int64_t first = static_cast<int64_t>(row) * p.parts, mine = (first + part) * SHORTLIST;
   for (int i = threadIdx.x; i < min(found.listed, SHORTLIST); i += blockDim.x) {

@@ -31,7 +31,7 @@ from services.gateway.text.tools.reader import BLANK, NAME, CallObject, Reader, 
 
 _UNDECIDED = re.compile(r"[^{>]*")
 """In a block that begins as a call does: all heads end in one of these, and all closing marks."""
-MOST_HEAD = 1024
+MAX_HEAD = 1024
 """More characters than a match of HEADS has. In a block with so many and no head, only the closing mark decides."""
 
 
@@ -159,7 +159,7 @@ class BlockReader(Reader):
         end = self._buffer.find(closing, max(0, self._search_start - len(closing)))
         if end < 0:
             self._search_start = len(self._buffer)
-            if self._begins and self._search_start >= MOST_HEAD:
+            if self._begins and self._search_start >= MAX_HEAD:
                 self._tail = self._buffer[1 - len(closing) :]
                 return self._wait(self._lacks_closing)
             return self._wait(_UNDECIDED.fullmatch if self._begins else BLANK.fullmatch)
@@ -259,7 +259,7 @@ class BlockReader(Reader):
                 self._at = _At.PAIR
                 return True
             at = mark_at + len(pair.mark)
-            if len(self._buffer) - mark_at < MOST_END and self._buffer.find(pair.mark, at) < 0:
+            if len(self._buffer) - mark_at < MAX_END and self._buffer.find(pair.mark, at) < 0:
                 self._take_value(start)  # its end may come; behind another mark it cannot
                 return False
         self._take_value(max(0, len(self._buffer) - len(pair.mark)))
@@ -376,7 +376,7 @@ PAIRS = {
         "<arg_key>",
     ),
 }
-MOST_END = 512
+MAX_END = 512
 """More characters than `Pair.end` can have: a mark with so many behind it, and no end, is part of the value."""
 _WORDS = {"True": True, "False": False, "None": None}
 

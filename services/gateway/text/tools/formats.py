@@ -17,7 +17,7 @@ from services.gateway.errors import ApiError, invalid
 from services.gateway.request import ToolUse
 from services.gateway.text.grammar import OPTIONS, lark_text
 from shared.messages import quote
-from shared.text.grammars import MOST_GRAMMAR_BYTES
+from shared.text.grammars import MAX_GRAMMAR_BYTES
 
 PYTHON_TAG = "<|python_tag|>"
 MISTRAL_ARGS = "[ARGS]"
@@ -53,7 +53,7 @@ OPENINGS = {
 """What a call begins with, by the name of its format."""
 CLOSINGS = {"hermes": "</tool_call>", "llama3": "", "mistral": "]", "mistral-args": "]", "granite": "]"}
 SEPARATORS = {"hermes": "", "llama3": ";", "mistral": ",", "mistral-args": ",", "granite": ","}
-MOST_CALLS = 16
+MAX_CALLS = 16
 """Of an answer that has to call a tool; where calls are free, the model decides."""
 
 
@@ -135,7 +135,7 @@ def _is_text(schema: Any) -> bool:
 
 
 def calls_grammar(use: ToolUse, functions: Sequence[Function], atom: Callable[[str], str]) -> str:
-    """Return the grammar of one call, or of up to MOST_CALLS, in Lark; blocks. atom: the literal of a mark, which may
+    """Return the grammar of one call, or of up to MAX_CALLS, in Lark; blocks. atom: the literal of a mark, which may
     be a control token. Raise ApiError(400), as soon as what is written is too long.
     """
     kind = use.format
@@ -146,7 +146,7 @@ def calls_grammar(use: ToolUse, functions: Sequence[Function], atom: Callable[[s
         "glm-4.5": '("\\n" call)',
         "deepseek-v3": '("\\n"? call)',
     }.get(kind, '(", " call)' if kind in _LISTS else "call")
-    calls_rule = "call" + (f" {between}{{0,{MOST_CALLS - 1}}}" if use.parallel else "")
+    calls_rule = "call" + (f" {between}{{0,{MAX_CALLS - 1}}}" if use.parallel else "")
     opening = atom(OPENINGS[kind]) if OPENINGS[kind] else ""
     match kind:
         case "mistral" | "granite":
@@ -173,9 +173,9 @@ def calls_grammar(use: ToolUse, functions: Sequence[Function], atom: Callable[[s
     for at, function in enumerate(functions):
         for line in _call_lines(kind, at, function, atom):
             lines.append(line)
-            if (size := size + len(line)) > MOST_GRAMMAR_BYTES:
+            if (size := size + len(line)) > MAX_GRAMMAR_BYTES:
                 text = (
-                    f"tools: the grammar of their calls has more than {MOST_GRAMMAR_BYTES} bytes at function "
+                    f"tools: the grammar of their calls has more than {MAX_GRAMMAR_BYTES} bytes at function "
                     f"{function.name}; send fewer or smaller parameters, or tool_choice auto"
                 )
                 raise invalid("tools", text, "invalid_grammar")

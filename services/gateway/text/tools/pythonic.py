@@ -18,9 +18,9 @@ from services.gateway.text.tools.formats import PYTHON_START
 from services.gateway.text.tools.reader import BLANK, NAME, Reader, to_json
 
 PYTHON_END = "<|python_end|>"
-MOST_LISTED = 1024
+MAX_LISTED = 1024
 """Calls in a list. All are told at once; a list of more stays text."""
-MOST_LEVELS = 200
+MAX_LEVELS = 200
 """Of brackets in one another, as in Python."""
 
 _START = re.escape(PYTHON_START)
@@ -240,7 +240,7 @@ class CallList:
             raise _LiteralError
 
     def _open(self, sign: str, word: str, text: str | None) -> None:
-        if len(self._brackets) >= MOST_LEVELS or text is not None:
+        if len(self._brackets) >= MAX_LEVELS or text is not None:
             raise _LiteralError
         if self._brackets:
             outer = self._brackets[-1]
@@ -281,7 +281,7 @@ class CallList:
                 raise _LiteralError
             self.has_ended = True
         elif len(self._brackets) == 1:
-            if len(self.calls) == MOST_LISTED:
+            if len(self.calls) == MAX_LISTED:
                 raise _LiteralError
             self.calls.append((bracket.sign, to_json(bracket.values)))
             self._brackets[0].value = None  # a call

@@ -18,7 +18,7 @@ from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import EMPTY, Int32, Rows
 
 LEAST_SHARED_BLOCKS = 2  # a sequence waits for at least so many blocks of another one
-MOST_ASIDE = 256  # sequences that wait for one owner, at most: they all come back at once
+MAX_ASIDE = 256  # sequences that wait for one owner, at most: they all come back at once
 
 
 @dataclass(slots=True)
@@ -126,14 +126,14 @@ class PrefixCache:
     def owner_of(self, sequence: Sequence, blocks: int) -> int:
         """Return the slot that computes the next LEAST_SHARED_BLOCKS of `sequence` after its first `blocks`, or -1.
 
-        It is -1 as well if the owner is of a lower class and so may take long, if MOST_ASIDE sequences wait for it
+        It is -1 as well if the owner is of a lower class and so may take long, if MAX_ASIDE sequences wait for it
         already, or if `sequence` has waited for that block before or has log-probabilities of its prompt to tell.
         """
         key = self.next_key(sequence, blocks)
         owner = self._pending_prefixes.get(key) if key != sequence.prefix.waited_for else None
         if owner is None or not sequence.is_scored:
             return -1
-        if self._table.priority[owner.slot] > sequence.priority or len(owner.waiters) >= MOST_ASIDE:
+        if self._table.priority[owner.slot] > sequence.priority or len(owner.waiters) >= MAX_ASIDE:
             return -1
         theirs = self._table.sequence[owner.slot].prefix.keys
         end = blocks + LEAST_SHARED_BLOCKS

@@ -17,7 +17,7 @@ from services.scheduler.core.types import Int32
 News = dict[int, bytes]
 NO_NEWS: News = {}  # shared: read only
 RETRY_NS = 10_000_000_000  # for which a refusal holds: each further one costs a step the time of a load
-MOST_REFUSALS = 64  # that a replica remembers; the oldest are forgotten
+MAX_REFUSALS = 64  # that a replica remembers; the oldest are forgotten
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class Adapters:
             if number not in loaded:
                 self._refused_digests.add(digest)
                 self._refusals[digest] = Refusal(now_ns + RETRY_NS)
-        while len(self._refusals) > MOST_REFUSALS:
+        while len(self._refusals) > MAX_REFUSALS:
             self._retry(next(iter(self._refusals)))
         return changed
 
@@ -161,7 +161,7 @@ class Adapters:
             raise RuntimeError("rows of adapters are counted wrongly")
         if not self._rows.keys() <= self._answered_digests <= self._numbers.keys():
             raise RuntimeError("a row has an adapter that is not loaded")
-        if len(self._refusals) > MOST_REFUSALS:
+        if len(self._refusals) > MAX_REFUSALS:
             raise RuntimeError(f"{len(self._refusals)} refusals of adapters are remembered")
 
     def _retry(self, digest: bytes) -> None:

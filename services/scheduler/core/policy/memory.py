@@ -358,7 +358,7 @@ FEW = 8  # finished requests that a forecast needs at all
 KEPT = 256  # latest requests of a group that a forecast uses
 GROUPS = 4 * 32  # groups of requests, four for each doubling of max_tokens
 WIDE = 1 << 40  # more than any length; keeps the groups apart in one sorted column
-MOST_LENGTH = (1 << 31) - 1  # tokens; a length in a snapshot is an int32
+MAX_LENGTH = (1 << 31) - 1  # tokens; a length in a snapshot is an int32
 RECENT = (16, 64)  # latest lengths of a group that are compared with those before
 FAR_OFF = 3.5  # standard errors by which their ranks may be off before the earlier lengths are dropped
 
@@ -411,8 +411,8 @@ class Lengths:
         if not 1 <= len(lengths) <= KEPT:
             raise ValueError(f"group {group}: {len(lengths)} lengths, not 1..{KEPT}")
         shortest, longest = min(lengths), max(lengths)
-        if shortest < 0 or longest > MOST_LENGTH:
-            raise ValueError(f"group {group}: lengths of {shortest} to {longest} tokens, not 0..{MOST_LENGTH}")
+        if shortest < 0 or longest > MAX_LENGTH:
+            raise ValueError(f"group {group}: lengths of {shortest} to {longest} tokens, not 0..{MAX_LENGTH}")
         if group < GROUPS - 1 and quarter_octave(longest) > group:
             raise ValueError(f"group {group}: a length of {longest} tokens is above any max_tokens of the group")
 

@@ -49,7 +49,7 @@ from services.scheduler.core.policy.preemption import (
 DELAY_NS = 50_000_000  # longest queue delay of request-level batching
 MS_NS = 1_000_000
 TBT_MS = TBT_NS // MS_NS
-MOST = 2**31 - 1  # largest number in a name: columns are int32
+MAX_NUMBER = 2**31 - 1  # largest number in a name: columns are int32
 CACHED: dict[str, Any] = {"prefix_cache": True}
 OVERLAPPED: dict[str, Any] = {"prefix_cache": True, "lookahead": 1}
 
@@ -136,7 +136,7 @@ def parse(text: str) -> Policy:
 
 
 def _part(part: str, choice: str) -> Any:
-    """Return a part by its name, with its number if it has one (1 to MOST). Raise ValueError for another name."""
+    """Return a part by its name, with its number if it has one (1 to MAX_NUMBER). Raise ValueError for another name."""
     table = PARTS[part]
     match = re.fullmatch(r"(.+?)(?:-([0-9]+))?", choice)
     word, number = match.groups() if match else (choice, None)
@@ -144,9 +144,9 @@ def _part(part: str, choice: str) -> Any:
         if number is None and word not in NEEDS:
             return table[word]()
         if number is not None and word in NEEDS | TAKES:
-            if number[0] == "0" or len(number) > len(str(MOST)) or int(number) > MOST:
+            if number[0] == "0" or len(number) > len(str(MAX_NUMBER)) or int(number) > MAX_NUMBER:
                 shown = number if len(number) <= 40 else f"{number[:40]}... ({len(number)} digits)"
-                raise ValueError(f"{part} {word} takes a number of 1 to {MOST}, not {shown}")
+                raise ValueError(f"{part} {word} takes a number of 1 to {MAX_NUMBER}, not {shown}")
             return table[word](int(number))
     raise ValueError(f"no {part} {choice!r}; there are {_list(table)}")
 

@@ -15,9 +15,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.auth import Caller, Keyring
-from services.gateway.batches.driver import MOST_DRIVEN, BatchDriver
+from services.gateway.batches.driver import MAX_DRIVEN, BatchDriver
 from services.gateway.metrics import Metrics
-from services.gateway.openai.files import MOST_UPLOADS
+from services.gateway.openai.files import MAX_UPLOADS
 from shared.settings import GatewaySettings
 from shared.tasks import end
 from tests.integration.conftest import KEY, OTHER
@@ -36,7 +36,7 @@ def gateway(
 ) -> Iterator[GatewayProcess]:
     directory = tmp_path_factory.mktemp("gateway")
     (directory / "keys").write_text(f"{KEY}\n{OTHER}\n")
-    files = {"files_dir": directory / "files", "batch_requests": 2 * MOST_DRIVEN}
+    files = {"files_dir": directory / "files", "batch_requests": 2 * MAX_DRIVEN}
     with running_gateway(directory, model, redis_server, api_key_file=directory / "keys", **files) as running:
         yield running
 
@@ -47,8 +47,8 @@ def client(gateway: GatewayProcess, key: str) -> openai.OpenAI:
 
 def test_batch_runs_beside_many_of_another_tenant(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     with client(gateway, KEY) as greedy, client(gateway, OTHER) as modest:
-        batches = [begin(greedy, [line(f"{n}", gateway.name, max_tokens=1)]) for n in range(MOST_DRIVEN + 1)]
-        waiting = [scheduler.claim() for _ in range(MOST_DRIVEN)]
+        batches = [begin(greedy, [line(f"{n}", gateway.name, max_tokens=1)]) for n in range(MAX_DRIVEN + 1)]
+        waiting = [scheduler.claim() for _ in range(MAX_DRIVEN)]
         assert scheduler.claim_one() is None, "no more batches than a gateway drives"
         batch = begin(modest, [line("modest", gateway.name, max_tokens=1)])
         claimed = scheduler.claim()
@@ -88,10 +88,10 @@ async def test_stopped_driver_begins_no_batch_in_place_of_another(redis_server: 
 
     figures = [driven()]
     driver.app = app
-    for _ in range(MOST_DRIVEN):
+    for _ in range(MAX_DRIVEN):
         ordered(driver.files, driver.batches, lines_of(1), tenant="greedy")
     looking = asyncio.create_task(driver.run())
-    await wait_until(lambda: len(running) == MOST_DRIVEN)
+    await wait_until(lambda: len(running) == MAX_DRIVEN)
     figures.append(driven())
     batch = ordered(driver.files, driver.batches, lines_of(1), tenant="modest")[0].id
     driver.wake()
@@ -105,7 +105,7 @@ async def test_stopped_driver_begins_no_batch_in_place_of_another(redis_server: 
     assert driver.batches.find("modest", batch).state.epoch == 0
     await end(looking)
     await driver.close()
-    assert figures == [0, MOST_DRIVEN]
+    assert figures == [0, MAX_DRIVEN]
 
 
 def test_slow_uploads_leave_room_for_another_tenant(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
@@ -115,7 +115,7 @@ def test_slow_uploads_leave_room_for_another_tenant(gateway: GatewayProcess, sch
         'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
     )
     with ExitStack() as stack, client(gateway, KEY) as greedy, client(gateway, OTHER) as modest:
-        for _ in range(MOST_UPLOADS):
+        for _ in range(MAX_UPLOADS):
             upload = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
             upload.sendall(head.encode())
 

@@ -168,7 +168,7 @@ async def test_commands_have_the_time_of_the_calls_beside_them(
 
 
 async def test_many_commands_refuse_no_question(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "MOST_QUESTIONS", 2)
+    monkeypatch.setattr(dispatcher, "MAX_QUESTIONS", 2)
 
     async def nothing() -> None: ...
 

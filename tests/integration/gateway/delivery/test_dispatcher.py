@@ -20,7 +20,7 @@ from redis.exceptions import ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from protos import queue_pb2
-from services.gateway.cluster import MOST_SHARDS, Cluster
+from services.gateway.cluster import MAX_SHARDS, Cluster
 from services.gateway.delivery import dispatcher as dispatcher_module
 from services.gateway.delivery import stream as stream_module
 from services.gateway.delivery.dispatcher import Command, Dispatcher, Retries
@@ -213,7 +213,7 @@ async def test_workers_are_not_searched_at_every_look(tmp_path: Path) -> None:
 async def test_shards_that_are_gone_are_forgotten_when_there_were_many(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         chosen = settings(server.url)
-        names = [f"shard-{number}" for number in range(2 * MOST_SHARDS)]
+        names = [f"shard-{number}" for number in range(2 * MAX_SHARDS)]
         for name in names:
             server.client.set(chosen.keys.lease(name), 1)
         cluster = Cluster(chosen, "gateway-1", LIMITS)
@@ -224,7 +224,7 @@ async def test_shards_that_are_gone_are_forgotten_when_there_were_many(tmp_path:
         await cluster.look()
         await cluster.close()
         found: Any = server.client.info("commandstats")
-    assert found["cmdstat_exists"]["calls"] < MOST_SHARDS
+    assert found["cmdstat_exists"]["calls"] < MAX_SHARDS
 
 
 async def test_question_is_answered_when_it_waits_at_the_stop_or_comes_later(dispatcher: Dispatcher) -> None:
@@ -269,7 +269,7 @@ def test_commands_of_one_request_and_kind_are_one() -> None:
 def test_oldest_command_is_dropped_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dispatcher_module, "MOST_KEPT", 2)
+    monkeypatch.setattr(dispatcher_module, "MAX_KEPT", 2)
     monkeypatch.setattr(logging.getLogger("orcinus"), "propagate", True)
     waiting = Retries()
     for name in "abc":
@@ -280,9 +280,9 @@ def test_oldest_command_is_dropped_and_logged(
 
 def test_command_is_given_up_after_refusals_not_after_silence(caplog: pytest.LogCaptureFixture) -> None:
     waiting, one = Retries(), command("a")
-    for _ in range(3 * dispatcher_module.MOST_REFUSALS):
+    for _ in range(3 * dispatcher_module.MAX_REFUSALS):
         waiting.keep(one)  # Redis was away
-    for _ in range(dispatcher_module.MOST_REFUSALS):
+    for _ in range(dispatcher_module.MAX_REFUSALS):
         (taken,) = waiting.take()
         waiting.on_refusal(taken, ReadOnlyError("READONLY"))
     assert waiting.take() == []

@@ -22,9 +22,9 @@ from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import until
 
-MOST_CONNECTIONS = 12
+MAX_CONNECTIONS = 12
 GATEWAY = {
-    "max_connections": MOST_CONNECTIONS, "max_header_bytes": 4096, "read_timeout_s": 60, "idle_connection_s": 60,
+    "max_connections": MAX_CONNECTIONS, "max_header_bytes": 4096, "read_timeout_s": 60, "idle_connection_s": 60,
 }  # fmt: skip
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -133,7 +133,7 @@ def test_request_refused_before_its_body_gets_one_answer(hasty: GatewayProcess) 
 @contextlib.contextmanager
 def full(gateway: GatewayProcess, behind: bytes) -> Iterator[list[socket.socket]]:
     """Open as many connections as there may be; each has sent a request, and `behind` with it, and got its answer."""
-    held = [connected(gateway) for _ in range(MOST_CONNECTIONS)]
+    held = [connected(gateway) for _ in range(MAX_CONNECTIONS)]
     try:
         for connection in held:
             connection.sendall(MODELS + behind)

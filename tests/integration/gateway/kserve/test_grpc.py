@@ -24,7 +24,7 @@ from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from services.gateway.admission import BODIES
 from services.gateway.gateway import Gateway
 from services.gateway.kserve import front
-from services.gateway.kserve.tensors import MOST_FIELDS, fields_of
+from services.gateway.kserve.tensors import MAX_FIELDS, fields_of
 from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, TEXT, add_key
 from tests.integration.gateway.conftest import in_process
@@ -250,10 +250,10 @@ def test_message_with_too_many_parameters_is_refused_unread(
     gateway: GatewayProcess, place: Callable[[Request], Any], method: str
 ) -> None:
     request = request_of(gateway, "The")
-    for number in range(MOST_FIELDS):
+    for number in range(MAX_FIELDS):
         place(request).parameters[str(number)].bool_param = True
     with grpc.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel:
-        with pytest.raises(grpc.RpcError, match=f"more than {MOST_FIELDS} fields") as refused:
+        with pytest.raises(grpc.RpcError, match=f"more than {MAX_FIELDS} fields") as refused:
             call = channel.stream_unary(f"/{SERVICE}/{method}")
             call(iter([request.SerializeToString()]), metadata=METADATA, timeout=30)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -403,7 +403,7 @@ async def test_messages_of_streams_are_bounded_for_a_tenant(tmp_path: Path, body
 
 def test_request_with_a_long_id_is_refused(gateway: GatewayProcess, stub: GRPCInferenceServiceStub) -> None:
     request = request_of(gateway, "The")
-    request.id = "x" * (front.MOST_ID + 1)
+    request.id = "x" * (front.MAX_ID + 1)
     with pytest.raises(grpc.RpcError, match="id has 1025 characters") as refused:
         stub.ModelInfer(request, metadata=METADATA, timeout=30)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -233,7 +233,7 @@ def test_work_that_is_put_off_multiplies_its_own_rows(seed: int | None, rows: in
         assert one.shape == exact.shape
         # From 65 rows on the weights are rounded to bfloat16; a GPU's own product may be, before the bias is added.
         once, twice = 1e-5 * float(np.abs(exact).max()), 4e-3 * float(np.abs(exact).max())
-        near(one[:, :40].cpu(), exact[:, :40], once if rows <= quantized.MOST_ROWS else twice)
+        near(one[:, :40].cpu(), exact[:, :40], once if rows <= quantized.MAX_ROWS else twice)
         near(one[:, 40:].cpu(), exact[:, 40:], twice)
 
 

@@ -16,7 +16,7 @@ from services.gateway.batches.lines import InputLines, seed_of
 from shared.text.bounded_json import MAX_CONTAINERS
 
 URL = "/v1/completions"
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 GOOD: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": URL, "body": {"prompt": "x"}}
 
 
@@ -28,7 +28,7 @@ def checked(tmp_path: Path) -> Iterator[Check]:
     """Return a function that writes an input and returns the problems of its lines, and the lines."""
     with contextlib.ExitStack() as stack:
 
-        def check(text: str | bytes, most_bytes: int = MOST_BYTES) -> tuple[list[tuple[str, int | None]], InputLines]:
+        def check(text: str | bytes, most_bytes: int = MAX_BYTES) -> tuple[list[tuple[str, int | None]], InputLines]:
             (path := tmp_path / "in").write_bytes(text.encode() if isinstance(text, str) else text)
             lines = InputLines(path)
             stack.callback(lines.close)
@@ -60,7 +60,7 @@ def test_line_may_have_the_endpoint_of_its_batch_alone(tmp_path: Path) -> None:
     texts = [json.dumps({**GOOD, "custom_id": url, "url": url}) for url in ("/v1/messages", "/v1/rerank", URL)]
     (path := tmp_path / "in").write_text("\n".join(texts))
     with contextlib.closing(InputLines(path)) as lines:
-        problems = lines.check("/v1/messages", MOST_BYTES)
+        problems = lines.check("/v1/messages", MAX_BYTES)
         assert [(each["code"], each["line"]) for each in problems] == [("invalid_url", 2), ("mismatched_url", 3)]
         assert lines.read(0).url == "/v1/messages"
 
@@ -82,7 +82,7 @@ def test_line_may_have_the_endpoint_of_its_batch_alone(tmp_path: Path) -> None:
         (json.dumps({**GOOD, "body": {"stream": True}}), "invalid_request"),
         (json.dumps({**GOOD, "body": {"background": True}}), "invalid_request"),
         (json.dumps({**GOOD, "body": {"priority": "high"}}), "invalid_value"),
-        (json.dumps({**GOOD, "body": {"prompt": "x" * MOST_BYTES}}), "line_too_long"),
+        (json.dumps({**GOOD, "body": {"prompt": "x" * MAX_BYTES}}), "line_too_long"),
     ],
 )  # fmt: skip
 def test_line_that_is_no_request_is_named(checked: Check, text: str | bytes, code: str) -> None:

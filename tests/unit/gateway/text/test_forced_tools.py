@@ -20,7 +20,7 @@ from services.gateway.openai.output import plan_tools
 from services.gateway.request import Limits, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import merge
-from shared.text.grammars import MOST_GRAMMAR_BYTES, NOT_FOLLOWED
+from shared.text.grammars import MAX_GRAMMAR_BYTES, NOT_FOLLOWED
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway.generations import read_calls, stored
 from tests.support.gateway.generations import spec as make_spec
@@ -247,7 +247,7 @@ def test_grammar_of_large_definitions_is_refused_before_it_is_written(
     monkeypatch.setattr(model, "tool_format", kind)
     tracemalloc.start()
     try:
-        with pytest.raises(ApiError, match=f"tools: .* more than {MOST_GRAMMAR_BYTES} bytes at function f; send fewer"):
+        with pytest.raises(ApiError, match=f"tools: .* more than {MAX_GRAMMAR_BYTES} bytes at function f; send fewer"):
             plan_tools(body, model)
         assert tracemalloc.get_traced_memory()[1] < 16_000_000
     finally:

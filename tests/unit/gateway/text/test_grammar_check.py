@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from services.gateway.errors import ApiError
 from services.gateway.request import ARRIVAL, Arrival
-from services.gateway.text.grammar import MOST_WAITING, GrammarCheck
+from services.gateway.text.grammar import MAX_WAITING, GrammarCheck
 from shared.processes.jail import JailError
 from shared.text import grammar_process
 from tests.support.checkpoints.tokenizers import write_model
@@ -57,9 +57,9 @@ async def test_tenants_grammars_are_compiled_in_turn(check: GrammarCheck) -> Non
 
 
 async def test_only_the_tenant_with_too_many_grammars_is_refused(check: GrammarCheck) -> None:
-    sent = [("a", simple(at)) for at in range(MOST_WAITING + 3)] + [("b", simple(at)) for at in range(50, 54)]
+    sent = [("a", simple(at)) for at in range(MAX_WAITING + 3)] + [("b", simple(at)) for at in range(50, 54)]
     statuses = await answers(check, sent)
-    assert sorted(status for tenant, status in statuses if tenant == "a") == [200] * MOST_WAITING + [503] * 3
+    assert sorted(status for tenant, status in statuses if tenant == "a") == [200] * MAX_WAITING + [503] * 3
     assert [status for tenant, status in statuses if tenant == "b"] == [200] * 4
 
 
@@ -68,7 +68,7 @@ async def test_requests_with_the_same_grammar_wait_for_one_verdict(
 ) -> None:
     asked = []
     monkeypatch.setattr(check.process, "check", asked.append)
-    assert await answers(check, [("a", simple(0))] * (4 * MOST_WAITING)) == [("a", 200)] * (4 * MOST_WAITING)
+    assert await answers(check, [("a", simple(0))] * (4 * MAX_WAITING)) == [("a", 200)] * (4 * MAX_WAITING)
     assert asked == [simple(0)]
 
 

@@ -25,7 +25,7 @@ from services.gateway.openai.bodies import (
 )
 from services.gateway.request import GenerationSpec
 from services.gateway.text.logprobs import AT_ONCE as LOGPROBS_AT_ONCE
-from shared.text.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
+from shared.text.logprobs import MAX_LOGPROBS, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
 from shared.wire.columns import pack
 from tests.support.gateway.generations import CUTS, generation, model, rows, spec, stored, streamed
 
@@ -84,7 +84,7 @@ def test_logprob_record_round_trips_and_drops_padding_ids() -> None:
     assert len(made) == record_bytes(4) == 28
     assert unpack_records(made * 2, 4) == [TokenLogprobs(-0.5, [(3, -2.0), (7, -2.0)])] * 2
     assert unpack_records(pack_record(-1.5, np.zeros(0), np.zeros(0)), 1) == [TokenLogprobs(-1.5, [])]
-    assert len(pack_record(0, np.arange(MOST), np.zeros(MOST))) == record_bytes(MOST + 1)
+    assert len(pack_record(0, np.arange(MAX_LOGPROBS), np.zeros(MAX_LOGPROBS))) == record_bytes(MAX_LOGPROBS + 1)
     with pytest.raises(ValueError, match="log-probabilities: 5 bytes in 2 rows do not fit 3"):
         split_records(b"12345", np.array([1, 4], np.int32), 3)
 
@@ -177,8 +177,8 @@ def test_sampled_token_stands_beside_the_best_and_infinity_is_finite() -> None:
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_a_whole_answer_is_made_of_a_few_logprobs_a_turn(endpoint: str) -> None:
-    request = asking(MOST, endpoint=endpoint, stream=False, n=2)
-    tokens = [2 + at % 300 for at in range(3 * LOGPROBS_AT_ONCE // (MOST + 1) + 5)]
+    request = asking(MAX_LOGPROBS, endpoint=endpoint, stream=False, n=2)
+    tokens = [2 + at % 300 for at in range(3 * LOGPROBS_AT_ONCE // (MAX_LOGPROBS + 1) + 5)]
 
     async def read() -> tuple[dict[str, Any], int]:
         running, stream, _ = generation(request)
@@ -195,7 +195,7 @@ def test_a_whole_answer_is_made_of_a_few_logprobs_a_turn(endpoint: str) -> None:
     for choice in body["choices"]:
         told = entries([choice])
         assert told == entries(choices_of(request, [[token] for token in tokens])[0])
-    assert turns >= 2 * len(tokens) * (MOST + 1) // LOGPROBS_AT_ONCE
+    assert turns >= 2 * len(tokens) * (MAX_LOGPROBS + 1) // LOGPROBS_AT_ONCE
 
 
 def test_best_of_returns_highest_means_and_counts_all_tokens() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.request import ToolUse
 from services.gateway.text.tools.blocks import reader_of
-from services.gateway.text.tools.pythonic import MOST_LISTED
+from services.gateway.text.tools.pythonic import MAX_LISTED
 from services.gateway.text.tools.reader import CallObject, CallPiece, merge
 from tests.support.gateway.generations import bytes_of_one_more, read_calls
 
@@ -281,8 +281,8 @@ def test_hostile_block_takes_work_in_proportion_to_its_size(kind: str, text: str
 
 def test_list_of_calls_in_python_is_text_beyond_a_bound_of_calls() -> None:
     """They are all told at once, and an event loop waits for it."""
-    most, more = (f"[{', '.join(['add(a=1)'] * count)}]" for count in (MOST_LISTED, MOST_LISTED + 1))
-    assert read([most], "pythonic")[1] == [("add", '{"a": 1}')] * MOST_LISTED
+    most, more = (f"[{', '.join(['add(a=1)'] * count)}]" for count in (MAX_LISTED, MAX_LISTED + 1))
+    assert read([most], "pythonic")[1] == [("add", '{"a": 1}')] * MAX_LISTED
     assert read([more], "pythonic") == (more, [])
 
 

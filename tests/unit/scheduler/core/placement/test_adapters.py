@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.scheduler.core.placement.adapters import MOST_REFUSALS, RETRY_NS, Adapters
+from services.scheduler.core.placement.adapters import MAX_REFUSALS, RETRY_NS, Adapters
 from services.scheduler.core.placement.base import MAX_PASSED
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import EMPTY, Limits
@@ -203,12 +203,12 @@ def test_worker_that_joins_may_load_what_the_others_refused() -> None:
 
 def test_refusals_that_a_replica_remembers_are_bounded() -> None:
     adapters = Adapters(1)
-    digests = [bytes([number]) * 32 for number in range(MOST_REFUSALS + 5)]
+    digests = [bytes([number]) * 32 for number in range(MAX_REFUSALS + 5)]
     for now_ns, digest in enumerate(digests):
         adapters.seek(digest)
         adapters.acknowledge(adapters.take_news(), EMPTY, now_ns)
         adapters.check()
-    assert [adapters.refuses(digest) for digest in digests] == [False] * 5 + [True] * MOST_REFUSALS
+    assert [adapters.refuses(digest) for digest in digests] == [False] * 5 + [True] * MAX_REFUSALS
     assert adapters.expire(RETRY_NS + 5)
     assert not adapters.refuses(digests[5]) and adapters.refuses(digests[6])
 

@@ -24,7 +24,7 @@ from tests.unit.scheduler.core.twin import VOCAB, House, answer, request
 ROLES = st.sampled_from(["prefill", "decode", "prefill", "decode", ""])
 TIERS = st.sampled_from(["a/", "a/", "a/", "a/", "b/", ""])
 HOST = st.sampled_from([0, 3, 12, 60])
-MOST = 4
+MAX_WORKERS = 4
 
 __all__ = ["drafts_whatever_they_cost"]  # a fixture of all tests here
 
@@ -42,7 +42,9 @@ class RolesTwin(CoreTwin):
         prefix_cache=st.sampled_from([None, True]),
         max_drafts=st.sampled_from([0, 8, 8]),
         lag=st.integers(0, 2),
-        sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(6, 20), HOST, ROLES, TIERS), min_size=1, max_size=MOST),
+        sizes=st.lists(
+            st.tuples(st.integers(1, 6), st.integers(6, 20), HOST, ROLES, TIERS), min_size=1, max_size=MAX_WORKERS
+        ),
     )
     def start(
         self, block_size: int, context: int, step_max: int, max_drafts: int, lag: int, sizes: list[Any], **core: Any
@@ -60,14 +62,14 @@ class RolesTwin(CoreTwin):
         for limits in several[1:]:
             self.house.join(limits)
 
-    @precondition(lambda self: len(self.house.workers) < MOST)
+    @precondition(lambda self: len(self.house.workers) < MAX_WORKERS)
     @rule(slots=st.integers(1, 6), blocks=st.integers(6, 20), host_blocks=HOST, role=ROLES, tier=TIERS)
     def join(self, slots: int, blocks: int, host_blocks: int, role: str, tier: str) -> None:
-        lowest = min(set(range(MOST)) - set(self.house.workers))
+        lowest = min(set(range(MAX_WORKERS)) - set(self.house.workers))
         another = replace(self.limits, slots=slots, blocks=blocks, host_blocks=host_blocks, role=role, host_tier=tier)
         assert self.house.join(another) == lowest
 
-    @rule(which=st.integers(0, MOST - 1))
+    @rule(which=st.integers(0, MAX_WORKERS - 1))
     def cannot_map(self, which: int) -> None:
         """What joins from now on cannot be read by this one."""
         if which in self.house.workers:
@@ -75,17 +77,17 @@ class RolesTwin(CoreTwin):
             self.house.workers[which].unmappable = names - set(self.house.tiers)
 
     @precondition(lambda self: self.house.workers)
-    @rule(which=st.integers(0, MOST - 1))
+    @rule(which=st.integers(0, MAX_WORKERS - 1))
     def take_over(self, which: int) -> None:
         alive = sorted(self.house.workers)
         self.house.take_over(alive[which % len(alive)])
 
-    @rule(replica=st.just(MOST - 1))
+    @rule(replica=st.just(MAX_WORKERS - 1))
     def plan_the_last(self, replica: int) -> None:
         if replica in self.house.workers:
             self.house.plan(replica)
 
-    @rule(replica=st.just(MOST - 1))
+    @rule(replica=st.just(MAX_WORKERS - 1))
     def answer_the_last(self, replica: int) -> None:
         self.house.answer(replica)
 

@@ -12,7 +12,7 @@ from services.scheduler.core.policy.fairness import Fair
 from services.scheduler.core.policy.memory import FtAimd
 from services.scheduler.core.policy.order import FirstCome
 from services.scheduler.core.policy.preemption import SLO, LastStarted, Newest
-from services.scheduler.core.policy.presets import MOST, NEEDS, PARTS, PRESETS, TAKES, parse, preset
+from services.scheduler.core.policy.presets import MAX_NUMBER, NEEDS, PARTS, PRESETS, TAKES, parse, preset
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits
 from tests.unit.scheduler.core.policy.rows import Rows
@@ -263,7 +263,7 @@ def test_a_wrong_word_is_named_with_those_there_are(text: str, message: str) -> 
         parse(text)
 
 
-@pytest.mark.parametrize(("policy", "number"), [("sarathi", 1), ("orcinus", MOST)])
+@pytest.mark.parametrize(("policy", "number"), [("sarathi", 1), ("orcinus", MAX_NUMBER)])
 @pytest.mark.parametrize("name", sorted(NEEDS | TAKES))
 def test_the_least_and_the_greatest_number_of_each_part_serve(policy: str, name: str, number: int) -> None:
     part = next(part for part, table in PARTS.items() if name in table)
