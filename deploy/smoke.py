@@ -175,31 +175,46 @@ def backend_is_named(stack: Stack, model: str) -> None:
     print(f"        backend: {backend}")
 
 
-class Killer:
-    """Kills the processes of a container at once when told to: its shell runs already.
+class Signals:
+    """A shell in a container that is there already when a signal is to come at once.
 
-    From inside, as `docker kill` counts as a wish that it stay down. Spares only pid 1, which then leaves itself.
+    From inside, as `docker kill` counts as a wish that the container stay down. Spares pid 1, which ends with its
+    child.
     """
 
     def __init__(self, stack: Stack, service: str, index: int = 1) -> None:
-        self.has_struck = False
+        self.killed = False
         self._shell = subprocess.Popen(
             [
                 *("docker", "compose", "-p", stack.project, "exec", "-T", "--index", str(index), service),
-                *("sh", "-c", "echo armed; read -r order; kill -KILL -1"),
+                *("sh", "-c", "echo ready; while read -r signal; do kill -$signal -1; echo sent; done"),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        said = self._shell.stdout.readline() if self._shell.stdout else ""
-        check(said == "armed\n", f"a shell runs in {service}", said)
+        said = self._answer()
+        check(said == "ready", f"a shell runs in {service}", said)
 
-    def strike(self) -> None:
-        """Kill the processes once; the shell dies with them, so no exit status is expected."""
-        if not self.has_struck:
-            self._shell.communicate("now\n", timeout=60)
-            self.has_struck = True
+    def send(self, signal: str) -> None:
+        """Send a signal to all processes, and wait until the kernel has it."""
+        if self._shell.stdin:
+            self._shell.stdin.write(f"{signal}\n")
+            self._shell.stdin.flush()
+        said = self._answer()
+        check(said == "sent", f"{signal} reaches the processes", said)
+
+    def kill(self) -> None:
+        """Kill the processes; the shell dies with them, so no exit status is expected."""
+        if not self.killed:
+            self._shell.communicate("KILL\n", timeout=60)
+            self.killed = True
+
+    def end(self) -> None:
+        self._shell.communicate(timeout=60)
+
+    def _answer(self) -> str:
+        return self._shell.stdout.readline().strip() if self._shell.stdout else ""
 
 
 def stream_survives_its_worker(stack: Stack, model: str) -> None:
@@ -208,7 +223,7 @@ def stream_survives_its_worker(stack: Stack, model: str) -> None:
     A stream that was computed whole before its client had killed the worker shows no pause: then another is tried.
     """
     for restarts in range(1, STREAMS + 1):
-        pause = longest_pause(stack, model, Killer(stack, "worker"))
+        pause = longest_pause(stack, model, Signals(stack, "worker"))
         worker_restarted(stack, model, restarts)
         if pause >= PAUSE_S:
             break
@@ -231,18 +246,18 @@ def worker_restarted(stack: Stack, model: str, restarts: int) -> None:
     check(status == 200, "a worker that was restarted answers", answer)
 
 
-def longest_pause(stack: Stack, model: str, killer: Killer) -> float:
+def longest_pause(stack: Stack, model: str, worker: Signals) -> float:
     """Return the most seconds without an event behind the kill of a stream's worker, after its first tokens."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 450, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True}
     tokens: list[int] = []
     longest, last = 0.0, 0.0
     for event in stack.stream(body):
-        if killer.has_struck:
+        if worker.killed:
             longest = max(longest, time.monotonic() - last)
         tokens += [token for choice in event["choices"] for token in choice.get("token_ids") or []]
-        if tokens and not killer.has_struck:
-            killer.strike()
+        if tokens and not worker.killed:
+            worker.kill()
         last = time.monotonic()
     check(len(tokens) == 450, "a stream holds every token once after its worker died", len(tokens))
     return longest

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.smoke import PROMPT, BrokenPromiseError, Killer, Stack, check
+from deploy.smoke import PROMPT, BrokenPromiseError, Signals, Stack, check
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 """With which a client of HTTP/2 begins: its magic words and an empty SETTINGS frame."""
@@ -85,17 +85,22 @@ def all_gateways_are_used(stack: Stack, gateways: int) -> None:
     print(f"        requests by gateway: {served}")
 
 
-def streams_survive_a_gateway(stack: Stack) -> None:
+def streams_survive_a_gateway(stack: Stack, workers: int) -> None:
     """Kill one of two gateways under streams: its streams continue at the same address, the rest are not disturbed."""
     body = {"model": "demo-model", "prompt": PROMPT, "max_tokens": 450, "temperature": 0, "ignore_eos": True}
-    killer = Killer(stack, "gateway")
-    clients = [Asking(stack, {**body, "stream": True, "return_token_ids": True}, killer) for _ in range(8)]
+    gateway = Signals(stack, "gateway")
+    engines = [Signals(stack, "worker", index + 1) for index in range(workers)]
+    clients = [Asking(stack, {**body, "stream": True, "return_token_ids": True}, gateway) for _ in range(8)]
     for client in clients:
         client.start()
     by = time.monotonic() + 60
-    while not all(client.has_tokens for client in clients) and time.monotonic() < by:
+    # More than one gateway has, each with tokens and none computed whole: stopped workers keep it so.
+    while not are_open(clients, len(clients) // 2 + 1, engines) and time.monotonic() < by:
         time.sleep(0.01)
-    killer.strike()
+    gateway.kill()
+    for engine in engines:
+        engine.send("CONT")
+        engine.end()
     for client in clients:
         client.join(120)
     streams = [stream for client in clients for stream in client.streams]
@@ -111,6 +116,21 @@ def streams_survive_a_gateway(stack: Stack) -> None:
     print(f"        streams resumed: {resumed} of {len(clients)} that were open, {len(streams)} in all")
 
 
+def are_open(clients: Sequence[Asking], least: int, engines: Sequence[Signals]) -> bool:
+    """Stop the workers, and say whether so many streams have tokens and wait for more; let the workers go on if not."""
+    for engine in engines:
+        engine.send("STOP")
+    seen, now = -1, 0
+    while seen != now:  # what is on its way still comes
+        time.sleep(0.3)
+        seen, now = now, sum(client.tokens for client in clients)
+    if sum(client.is_open for client in clients) >= least:
+        return True
+    for engine in engines:
+        engine.send("CONT")
+    return False
+
+
 def run_all(streams: Sequence[Resuming]) -> None:
     threads = [threading.Thread(target=stream.run, daemon=True) for stream in streams]
     for thread in threads:
@@ -120,22 +140,27 @@ def run_all(streams: Sequence[Resuming]) -> None:
 
 
 class Asking(threading.Thread):
-    """A client that begins a stream when its last one ends, until the killer has struck.
+    """A client that begins a stream when its last one ends, until the gateway was killed.
 
     So a gateway dies under open streams however fast the stack is and however slowly its answers are read.
     """
 
-    def __init__(self, stack: Stack, body: dict[str, Any], killer: Killer) -> None:
+    def __init__(self, stack: Stack, body: dict[str, Any], gateway: Signals) -> None:
         super().__init__(daemon=True)
         self.streams: list[Resuming] = []
-        self._stack, self._body, self._killer = stack, body, killer
+        self._stack, self._body, self._gateway = stack, body, gateway
 
     @property
-    def has_tokens(self) -> bool:
-        return any(stream.tokens for stream in self.streams)
+    def tokens(self) -> int:
+        return sum(len(stream.tokens) for stream in self.streams)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the stream has tokens and waits for more."""
+        return bool(self.streams) and 0 < len(self.streams[-1].tokens) < self._body["max_tokens"]
 
     def run(self) -> None:
-        while not self.streams or not self._killer.has_struck:
+        while not self.streams or not self._gateway.killed:
             self.streams.append(Resuming(self._stack, self._body))
             self.streams[-1].run()
 
@@ -205,7 +230,7 @@ def main() -> int:
         all_workers_are_used(stack, options.workers)
         all_gateways_are_used(stack, options.gateways)
         grpc_is_published(options.grpc_port)
-        streams_survive_a_gateway(stack)
+        streams_survive_a_gateway(stack, options.workers)
     except (BrokenPromiseError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
         print(f"smoke: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
