@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.engine.floor import Floor
 from bench.kernels.clock import Clock
+from bench.kernels.floor import Floor
 from protos import worker_pb2
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep

@@ -22,9 +22,9 @@ from rich.table import Table
 from bench.engine.adapters import CASES as ADAPTED
 from bench.engine.adapters import beside, stored
 from bench.engine.cases import CASES, Case, TorchMatrices, measure
-from bench.engine.floor import Floor, machine_floor
 from bench.kernels.backends import opened
 from bench.kernels.clock import Clock
+from bench.kernels.floor import Floor, machine_floor
 from bench.result import provenance
 from kernels.ops import MAX_CODE
 from services.worker.engine import Engine

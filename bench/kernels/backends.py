@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from bench.engine.floor import machine_floor
 from bench.kernels.clock import Clock, DeviceClock, HostClock
+from bench.kernels.floor import machine_floor
 from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import TILE_FLAGS, BuildError, cpu_flags, tiles_refusal
 from kernels.cpu.commands import BFLOAT16

@@ -3,7 +3,7 @@
 `python -m bench.kernels.gemm` multiplies, for each shape, as many different weights as fill --megabytes (more than the
 caches hold, unless asked otherwise), all three ways in turn. About CHUNK_US are timed together, each chunk's fastest of
 --repeats kept and the mean reported: the machine may be busy with other things now and then. The floor is reading the
-weights or computing at the machine's peaks, measured first (bench.engine.floor), whichever is longer.
+weights or computing at the machine's peaks, measured first (bench.kernels.floor), whichever is longer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.engine.floor import Floor, machine_floor
 from bench.kernels.backends import instructions
+from bench.kernels.floor import Floor, machine_floor
 from bench.kernels.rows import torch_packs
 from kernels.cpu.commands import BFLOAT16, FLOAT32, Command, LinearArgs, Step, command
 from kernels.cpu.library import Library, load

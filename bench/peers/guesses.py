@@ -29,7 +29,7 @@ from bench.peers.client import TIMEOUT_S, comparable, connected
 from bench.peers.process import Running, StartError
 from bench.peers.servers import SERVERS, Command, Server, request
 from bench.result import RESULTS, provenance, write
-from bench.studies.speculation.__main__ import median_interval
+from bench.serve.stats import median_interval
 
 PROMPT, QUOTED_FROM, OUTPUT = 300, 50, 128
 SETS = {1: 4, 8: 16, 32: 48}  # requests of a span, by how many run at a time

@@ -101,6 +101,18 @@ def percentiles_ms(seconds: Iterable[float]) -> dict[str, float | None]:
     return {f"p{q}": round(float(np.percentile(values, q)) * 1000, 3) for q in PERCENTILES}
 
 
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Return the interval of the median with at least 95 % confidence, of any distribution: two of `values`.
+
+    All of them together where fewer than six do not allow that.
+    """
+    ordered, count = sorted(values), len(values)
+    # The median lies below the (i + 1)-th value where at most i of them are below it: a binomial with p = 1/2.
+    below = np.cumsum([math.comb(count, i) for i in range(count)]) / 2**count
+    skipped = max(int(np.searchsorted(below, 0.025, side="right")) - 1, 0)
+    return ordered[skipped], ordered[count - 1 - skipped]
+
+
 def summarise(records: Sequence[Record], slo: Slo = DEFAULT_SLO) -> dict[str, Any]:
     """Return the figures of a run.
 

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from tokenizers import Tokenizer
 
 from bench.local import stack
 from bench.result import RESULTS, ROOT, provenance, write
+from bench.serve.stats import median_interval
 from bench.studies.speculation import texts
 
 SEED = 20261124
@@ -177,18 +177,6 @@ async def compare(load: Load, kind: str, streams: int, chosen: list[tuple[int, i
         "tok_s_without": round(float(np.median(speeds[0])), 1), "tok_s_with": round(float(np.median(speeds[1])), 1),
         "drafts": checked, "right": round(load.accepted / checked, 3) if checked else None,
     }  # fmt: skip
-
-
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """Return the interval of the median with at least 95 % confidence, of any distribution: two of `values`.
-
-    All of them together where fewer than six do not allow that.
-    """
-    ordered, count = sorted(values), len(values)
-    # The median lies below the (i + 1)-th value where at most i of them are below it: a binomial with p = 1/2.
-    below = np.cumsum([comb(count, i) for i in range(count)]) / 2**count
-    skipped = max(int(np.searchsorted(below, 0.025, side="right")) - 1, 0)
-    return ordered[skipped], ordered[count - 1 - skipped]
 
 
 def main() -> int:
