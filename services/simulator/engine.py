@@ -20,10 +20,10 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import EMPTY, Limits, Outcome, StepPlan, StepResult
 from services.simulator.device.clock import StepClock
 from services.simulator.device.device import Device, DraftingDevice
-from services.simulator.literature.article import BLOCK_SIZE, Settings
-from services.simulator.literature.parts import parse
-from services.simulator.literature.replica import RULES, ArticleReplica
 from services.simulator.metrics import Recorder, figures
+from services.simulator.policies.article import BLOCK_SIZE, Settings
+from services.simulator.policies.parts import parse
+from services.simulator.policies.replica import RULES, ArticleReplica
 from services.simulator.routing import ROUTERS, SCHEDULER
 from services.simulator.workload.workload import Int64, Workload
 

@@ -1,1 +1,1 @@
-"""`orcinus simulate --reproduce`: tables of the literature beside simulated ones."""
+"""`orcinus simulate --reproduce` and `--cases`: tables and cases of the literature beside simulated ones."""

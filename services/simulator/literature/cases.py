@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.simulator.literature.article import BLOCK_SIZE, CORRECTED, EXACT, Arrival, Article, Program, Settings
 from services.simulator.literature.core import Core
+from services.simulator.policies.article import BLOCK_SIZE, CORRECTED, EXACT, Arrival, Article, Program, Settings
 from shared.messages import quote
 
 NUDGE_MS = 1e-6  # the clock moves by this with each request that is added, so that no two arrive at once

@@ -8,7 +8,7 @@ from services.scheduler.core.policy.iteration_level import iteration_level
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits, NewRequest, StepPlan, StepResult
 from services.simulator.engine import START_NS
-from services.simulator.literature.article import BLOCK_SIZE, Arrival, Planned, Settings
+from services.simulator.policies.article import BLOCK_SIZE, Arrival, Planned, Settings
 
 MS_NS = 1e6
 

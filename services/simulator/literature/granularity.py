@@ -19,8 +19,8 @@ from services.simulator.literature.chunks import (
     Users,
     drawn_workload,
 )
-from services.simulator.literature.parts import parse
 from services.simulator.literature.table import Table, unseen
+from services.simulator.policies.parts import parse
 from services.simulator.workload.workload import Workload
 
 MS_NS = 1_000_000

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from services.simulator.jobs import Report
-from services.simulator.literature.article import HIGH, NORMAL, Arrival, Settings
 from services.simulator.literature.cases import PROGRAMS, ROW, Case, Row, run_case
 from services.simulator.literature.table import Table, unseen
+from services.simulator.policies.article import HIGH, NORMAL, Arrival, Settings
 
 TIGHT = (3_000, 1_000, 500)  # smaller pools for the same comparison: the article's holds all 100 requests at once
 SHOWN = (1, 2, 3, 4, 5, 10, 20, 40, 80, 160, 280)  # printed steps, besides the first that differ

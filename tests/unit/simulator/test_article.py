@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from services.simulator.command.main import main
-from services.simulator.literature.article import CORRECTED, Arrival, Article, Settings
 from services.simulator.literature.cases import PROGRAMS, BadCase, Case, read_cases, run_case
 from services.simulator.literature.core import Core
 from services.simulator.literature.priorities import drawn, usage_example
+from services.simulator.policies.article import CORRECTED, Arrival, Article, Settings
 
 CASES = Path(__file__).parent / "data" / "article_cases.json"
 

@@ -15,7 +15,7 @@ from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.types import NewRequest, StepPlan
 from services.simulator.device.clock import Linear
 from services.simulator.engine import Run, Setup, simulate
-from services.simulator.literature.deadlines import ByDeadline, Forecast, Outranked, Progress
+from services.simulator.policies.deadlines import ByDeadline, Forecast, Outranked, Progress
 from services.simulator.workload.workload import Workload
 from tests.unit.scheduler.core.policy.rows import Rows, drained, waiting
 

@@ -12,8 +12,8 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import StepPlan
 from services.simulator.device.clock import Linear
 from services.simulator.engine import Run, Setup, named, simulate
-from services.simulator.literature.parts import ByCapacity, ExactAimd, Grouped, Margin, TokenBudget
 from services.simulator.literature.static import padding
+from services.simulator.policies.parts import ByCapacity, ExactAimd, Grouped, Margin, TokenBudget
 from services.simulator.workload.workload import Workload, all_at_once
 from tests.unit.scheduler.core.policy.rows import Rows, entrants
 

@@ -1,7 +1,7 @@
 """The parts of the preset `iteration-level`: the rules of one article's scheduler, class IterationLevelScheduler.
 
 docs/policies.md says what equals the article's program and what is corrected. The simulator has that program itself,
-services/simulator/literature/article.py, and compares the two in every step. The planner and the preempter know
+services/simulator/policies/article.py, and compares the two in every step. The planner and the preempter know
 `Pooled` and `AllYield` by their types: both rules span the passes of a step.
 """
 

@@ -11,7 +11,7 @@ from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import Rows
 
 Way = Callable[[ReplicaView, int], Mode]
-SLO = Slo(risk_ns=15_000_000, safe_ns=30_000_000)  # services/simulator/literature/article.py
+SLO = Slo(risk_ns=15_000_000, safe_ns=30_000_000)  # services/simulator/policies/article.py
 
 
 def recompute(replica: ReplicaView, row: int) -> Mode:

@@ -2,7 +2,7 @@
 
 The article (its class IterationLevelScheduler) schedules in five phases: evict what has ended, preempt, give chunks to
 running prompts, admit into what they leave, and give the chunks again, now with the prompts that were admitted.
-cases.py drives it over a file of cases. docs/policies.md says which preset equals it, and in what it differs.
+literature/cases.py drives it over a file of cases. docs/policies.md says which preset equals it, and how it differs.
 
 Quirks that are kept:
 
@@ -93,7 +93,7 @@ class Planned(NamedTuple):
 
 
 class Program(Protocol):
-    """A scheduler that cases.py can drive."""
+    """A scheduler that literature/cases.py can drive."""
 
     def add(self, number: int, arrival: Arrival, now_ms: float) -> None:
         """Let request `number` wait from `now_ms` on."""

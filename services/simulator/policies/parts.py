@@ -34,8 +34,8 @@ from services.scheduler.core.policy.queues import Keyed
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.types import Rows
-from services.simulator.literature.deadlines import deadline
-from services.simulator.literature.replica import RULES
+from services.simulator.policies.deadlines import deadline
+from services.simulator.policies.replica import RULES
 
 MS_NS = 1_000_000
 GROUPED = 256  # sequences that are sorted by length together

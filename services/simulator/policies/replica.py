@@ -12,13 +12,13 @@ import numpy as np
 
 from services.scheduler.core.types import EMPTY, Finish, FinishedRequest, NewRequest, Outcome, StepPlan
 from services.simulator.device.clock import Features, StepClock
-from services.simulator.literature.article import CORRECTED, EXACT, Arrival, Article, Rules, Settings
+from services.simulator.policies.article import CORRECTED, EXACT, Arrival, Article, Rules, Settings
 from services.simulator.workload.workload import PLAIN_ID, Workload
 
 MS_NS = 1e6
 TTFT_MS = 2_000.0  # of a request without a limit
 RULES: dict[str, Rules] = {"article": EXACT, "article-corrected": CORRECTED}
-"""The names as policies, those of the programs of cases.py."""
+"""The names as policies, those of the programs of literature/cases.py."""
 _NO_ROWS = StepPlan(
     0, 0, EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, [], EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, np.zeros(0, np.bool_)
 )
