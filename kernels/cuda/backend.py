@@ -1,7 +1,7 @@
 """The CUDA backend: our kernels, torch's matrices, graphs for decode. On a GPU it is `cuda`, on a CPU `emulator`.
 
 Every operation is given to the device's main stream and returns at once; only what is called at load waits. Importing
-this registers both names; what a GPU needs is imported when `cuda` is created.
+this registers `cuda`; what a GPU needs is imported when that is created. `kernels.emulator.device` has the other name.
 """
 
 from __future__ import annotations
@@ -489,17 +489,10 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return self.gpu.empty((rows, width), dtype)
 
 
-def _emulator(device: torch.device) -> CudaOps:
-    from kernels.emulator.device import EmulatedDevice
-
-    return CudaOps(EmulatedDevice())
-
-
 def _cuda(device: torch.device) -> CudaOps:
     from kernels.cuda.gpu import CudaDevice
 
     return CudaOps(CudaDevice(device.index or 0))
 
 
-register("emulator", _emulator)
 register("cuda", _cuda)

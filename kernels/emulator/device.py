@@ -1,7 +1,8 @@
 """A device on the CPU that does its work as late, and its streams as far apart, as a GPU may.
 
 Tests and the `emulator` backend use it in place of kernels.cuda.gpu.CudaDevice. Kernels are those of `Program`; what is
-put off is done by the threads that wait, so a wait that is missing shows as a wrong number.
+put off is done by the threads that wait, so a wait that is missing shows as a wrong number. Importing this registers
+`emulator`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import loader
+from kernels.cuda.backend import CudaOps
 from kernels.cuda.calls import Block, Call
 from kernels.cuda.device import Device, Event, Stream
 from kernels.cuda.residency import resident_of
 from kernels.emulator.memory import Memory, spoil
 from kernels.emulator.program import FORWARD, EmulatorError, Program
+from kernels.ops import register
 
 EAGER = (0.0, 0.1, 0.5)
 """How often something is done when something is given, by the seed's remainder: 0 puts off all that it can."""
@@ -316,3 +319,6 @@ def program_of(kernel: str, flags: tuple[str, ...] = ()) -> Program:
 @cache
 def _program(source: Path, flags: tuple[str, ...]) -> Program:
     return Program(source, include=(loader.SOURCES,), flags=flags)
+
+
+register("emulator", lambda device: CudaOps(EmulatedDevice()))

@@ -131,6 +131,8 @@ def _gpu(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch
 
 
 def _emulator(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
+    import kernels.emulator.device  # noqa: F401 - registers its name; every other worker does without
+
     if settings.device == "cuda":
         raise ConfigurationError("--kernels emulator runs on a CPU; give DEVICE=cpu, or --kernels cuda")
     if option := cpu_option(settings):
@@ -145,7 +147,7 @@ def _emulator(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, 
 
 
 def _create(name: str, device: torch.device) -> AnyOps:
-    import kernels.cuda.backend  # noqa: F401 - registers its names; a CPU worker does without
+    import kernels.cuda.backend  # noqa: F401 - registers its name; a CPU worker does without
 
     try:
         return kernel_ops.create(name, device)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import kernels.cpu
 import kernels.cuda.backend
+import kernels.emulator.device
 import kernels.reference  # noqa: F401 - all register themselves
 from kernels import ops as kernel_ops
 from kernels.cpu.backend import CpuOps

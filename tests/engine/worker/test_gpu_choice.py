@@ -125,7 +125,8 @@ def test_int4_that_the_cuda_kernels_lack_stays_on_the_cpu(
 
 
 def test_formats_that_some_backends_lack_are_those_of_methods() -> None:
-    import kernels.cuda.backend  # noqa: F401 - registers its names
+    import kernels.cuda.backend
+    import kernels.emulator.device  # noqa: F401 - both register themselves
 
     assert KERNELS.keys() < METHODS.keys() | STORED.keys()
     assert METHODS.keys() == {"none", *ROUNDINGS}
