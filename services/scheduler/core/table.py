@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.scheduler.core.ngrams import MARGIN, room_for_texts
 from services.scheduler.core.sequence import Sequence, State
-from services.scheduler.core.speculation.ngrams import MARGIN, room_for_texts
 from services.scheduler.core.types import MAX_STOP_IDS, Finish, Int32, Limits, NewRequest, Priority, Rows
 
 Int64 = npt.NDArray[np.int64]

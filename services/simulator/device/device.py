@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.scheduler.core.speculation.ngrams import MIN_MATCH
+from services.scheduler.core.ngrams import MIN_MATCH
 from services.scheduler.core.types import EMPTY, Int32, StepPlan
 from services.simulator.device.clock import Features, StepClock
 from services.simulator.workload.workload import ODD_COUNT, ODD_IDS, PATH, PLAIN_ID, STOP_ID, Float64, Int64

@@ -1,4 +1,4 @@
-"""Speculation: the drafts of a step, the texts that they come from, and the search in these for the last tokens.
+"""Speculation: the drafts of a step and the texts that they come from.
 
-`drafts` imports `texts`, both import the slot table, which imports `ngrams`; that imports none of them.
+`drafts` imports `texts`; both import the slot table and `ngrams`, which searches texts for the last tokens of a row.
 """

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from services.scheduler.core.policy.step_time import UNBOUNDED, StepTime
-from services.scheduler.core.speculation.ngrams import (
+from services.scheduler.core.ngrams import (
     FOLLOWS,
     MAX_MATCH,
     Float32,
     NgramIndex,
     Places,
 )
+from services.scheduler.core.policy.step_time import UNBOUNDED, StepTime
 from services.scheduler.core.speculation.texts import INITIAL_SHARE, History, Predictions
 from services.scheduler.core.table import NEVER, SlotTable, ramp
 from services.scheduler.core.types import NO_ROWS, Int32, Limits, NewRequest, Rows

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.speculation.ngrams import (
+from services.scheduler.core.ngrams import (
     GAP,
     MARGIN,
     MIN_MATCH,

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.scheduler.core.ngrams import GAP, MAX_MATCH
 from services.scheduler.core.policy.order import ClassThenSlack
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.speculation.drafts import Drafts, Speculation, level
-from services.scheduler.core.speculation.ngrams import GAP, MAX_MATCH
 from services.scheduler.core.speculation.texts import MAX_SHARES, MAX_TENANTS, TENANT_TOKENS, History
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import SlotTable

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from services.scheduler.core.speculation.ngrams import (
+from services.scheduler.core.ngrams import (
     FOLLOWS,
     GAP,
     MARGIN,
