@@ -31,7 +31,7 @@ from kernels.cuda.calls import Block, Call
 from kernels.cuda.device import Device, Event, Stream
 from kernels.cuda.residency import resident_of
 from kernels.ops import Batch, CacheShape
-from services.worker.models.checkpoint import open_weights
+from services.worker.checkpoint.source import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.parallel.state import ParallelState

@@ -19,11 +19,11 @@ import psutil
 
 from kernels.formats import CUDA_FORMATS, FLOAT8, ROUNDINGS, GroupFormat
 from services.launcher.gpu.facts import device_files, gather_driver
+from services.worker.checkpoint.stored import GGUF_FORMATS, Stored, read_stored, stored_of_gguf
 from services.worker.gpu_choice import demands_gpu, lacks_kernels, may_use_gpu, stays_on_cpu
 from services.worker.models.config import DecoderConfig, load_config, rank_config
 from services.worker.models.matrices import shapes, tables
 from services.worker.models.registry import FAMILIES
-from services.worker.models.stored import GGUF_FORMATS, Stored, read_stored, stored_of_gguf
 from shared.errors import ConfigurationError, ModelError
 from shared.messages import quantity
 from shared.models.gguf.config import config_of

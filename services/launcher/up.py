@@ -44,9 +44,9 @@ from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, W
 from services.launcher.rundir import RunDir, StackFacts
 from services.launcher.screen import Screen
 from services.launcher.supervisor import StackSupervisor
+from services.worker.checkpoint.stored import read_stored
 from services.worker.gpu_choice import demands_gpu, refused_on_gpu
 from services.worker.models.config import check_split, load_config
-from services.worker.models.stored import read_stored
 from shared import kept_files
 from shared.command_line.options import Values, build, effective, env_name, fields_of, flag
 from shared.errors import ConfigurationError

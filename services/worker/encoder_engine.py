@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, Batch, CacheShape, Done, Prepared, Sampled
 from protos import worker_pb2
+from services.worker.checkpoint.source import Progress, Source
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
 from services.worker.kv.cache import Lengths, room_for
-from services.worker.models.checkpoint import Progress, Source
 from services.worker.models.config import DecoderConfig, load_config
 from services.worker.models.encoder import Encoder, read_pooling
 from services.worker.parallel.state import ParallelState

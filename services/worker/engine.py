@@ -25,6 +25,9 @@ from kernels.ops import SCORED_BYTES, Batch, Cache, CacheShape, Int32, Prepared,
 from protos import worker_pb2
 from services.worker.adapters.table import AdapterTable
 from services.worker.backend import choose, device_of, set_threads
+from services.worker.broadcast import TokenBroadcast
+from services.worker.checkpoint.fingerprint import Fingerprint
+from services.worker.checkpoint.source import Progress, Source, open_weights
 from services.worker.grammar import SlotGrammars
 from services.worker.in_flight import GRAMMAR, NO_ROWS, InFlightStep, InFlightSteps, Marks
 from services.worker.kv.cache import (
@@ -37,13 +40,10 @@ from services.worker.kv.cache import (
 )
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.transfers import Acknowledged, KVTransfers
-from services.worker.models.checkpoint import Progress, Source, open_weights
 from services.worker.models.config import DecoderConfig, load_config, rank_config
 from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.models.encoder import normalized
-from services.worker.models.fingerprint import Fingerprint
 from services.worker.models.gguf import GgufWeights
-from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import method_of
 from services.worker.quantization.base import LinearMethod

@@ -10,11 +10,11 @@ import numpy as np
 
 from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
+from services.worker.checkpoint.fingerprint import Fingerprint
+from services.worker.checkpoint.source import Source
 from services.worker.encoder_engine import load_engine
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
-from services.worker.models.checkpoint import Source
-from services.worker.models.fingerprint import Fingerprint
 from services.worker.parallel.state import ParallelState
 from shared.settings import WorkerSettings
 from shared.text.logprobs import TokenLogprobs, split_records, unpack_records

@@ -23,7 +23,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from services.worker.models.fingerprint import Span
+from kernels.ops import Groups
+from services.worker.checkpoint.fingerprint import Span
 from shared.errors import ModelError
 from shared.models.model_files import read_bounded, read_json
 
@@ -77,6 +78,10 @@ class Source(ABC):
     @abstractmethod
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
         """Return rows first .. first + rows of a checked tensor, in the type that it is stored in."""
+
+    def read_groups(self, name: str, first: int, rows: int) -> Groups:
+        """Return rows of a packed tensor of a GGUF file, [rows, inputs]. Raise ModelError."""
+        raise ModelError(f"{self.model}: no GGUF file; choose another model")
 
     @abstractmethod
     def head(self) -> bytes:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from services.worker.checkpoint.stored import Stored, read_stored, stored_of_gguf
 from services.worker.models.registry import FAMILIES, ExpertNames, Family
-from services.worker.models.stored import Stored, read_stored, stored_of_gguf
 from shared.errors import ConfigurationError, ModelError
 from shared.models.fields import Fields
 from shared.models.gguf.config import biases_of, config_of, rope_factors

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AnyOps, Batch, Cache, Prepared
-from services.worker.models.checkpoint import Source
+from services.worker.checkpoint.source import Source
 from services.worker.models.config import DecoderConfig
 from services.worker.models.layers import DecoderLayer, PositionTables, Residual
 from services.worker.models.matrices import layer_matrices, layer_prefix, routers, stacks, tables

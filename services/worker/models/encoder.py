@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AnyOps, Batch, Cache, Float32, Int32, Int64, Prepared
-from services.worker.models.checkpoint import Source
+from services.worker.checkpoint.source import Source
 from services.worker.models.config import DecoderConfig
 from services.worker.models.layers import Attention, Mlp, PositionTables
 from services.worker.models.weights import WeightLoader, shard_of

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kernels import ops as kernel_ops
 from kernels.ops import AnyOps, Cache, Norm, Prepared
+from services.worker.checkpoint.source import trim_heap
 from services.worker.models.adapters import LinearAdapters
-from services.worker.models.checkpoint import trim_heap
 from services.worker.models.config import Mixture
 from services.worker.models.rope import rotary_table
 from services.worker.models.weights import Rows, WeightLoader

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AnyOps, Norm
+from services.worker.checkpoint.source import Source
 from services.worker.models.adapters import AdapterRows, LinearAdapters, Outputs
-from services.worker.models.checkpoint import Source
 from services.worker.models.config import DecoderConfig, Mixture, check_split
 from services.worker.models.matrices import layer_prefix
 from services.worker.parallel.state import ParallelState

@@ -1,3 +1,3 @@
 """A replica of several processes: `state` is a rank and its connections, `launch` starts the ranks, `leader` forwards
-steps to them, `broadcast` sends the sampled tokens. The other ranks' server is `rank_server`, above this package.
+steps to them. Above this package, `broadcast` sends the sampled tokens and `rank_server` is the other ranks' server.
 """

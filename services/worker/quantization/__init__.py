@@ -1,11 +1,11 @@
 """Weight formats of linear layers, one format a file: `models/weights` loads with them, `models/layers` multiplies.
 
-Imports `kernels`, `models/checkpoint`, `models/gguf` and `models/stored`, nothing else of the worker.
+Imports `kernels` and `checkpoint`, nothing else of the worker.
 """
 
 from __future__ import annotations
 
-from services.worker.models.stored import Stored
+from services.worker.checkpoint.stored import Stored
 from services.worker.quantization.awq import Awq
 from services.worker.quantization.base import LinearMethod
 from services.worker.quantization.compressed_tensors import CompressedTensors

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Groups
-from services.worker.models.checkpoint import Source, finite
+from services.worker.checkpoint.source import Source, finite
 from services.worker.quantization.base import Matrix
 from services.worker.quantization.stored import StoredMethod, read_whole, row_steps, unpacked
 from shared.errors import ModelError

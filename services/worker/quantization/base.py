@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AnyOps, Groups
-from services.worker.models.checkpoint import Source, as_piece
+from services.worker.checkpoint.source import Source, as_piece
 
 
 @dataclass(frozen=True, slots=True)

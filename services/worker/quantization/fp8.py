@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.formats import FLOAT8
 from kernels.ops import Groups
-from services.worker.models.checkpoint import Source, as_piece, finite
+from services.worker.checkpoint.source import Source, as_piece, finite
 from services.worker.quantization.base import Matrix
 from services.worker.quantization.stored import SCALES, StoredMethod, read_whole, row_steps, unit_of
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.formats import INT4
 from kernels.ops import AnyOps, Groups
-from services.worker.models.checkpoint import Source
+from services.worker.checkpoint.source import Source
 from services.worker.quantization.base import LinearMethod, Matrix
 
 GROUP = INT4.group

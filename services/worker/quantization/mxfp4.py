@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.formats import FLOAT4
 from kernels.ops import Groups
-from services.worker.models.checkpoint import Source, as_piece, finite, powers
+from services.worker.checkpoint.source import Source, as_piece, finite, powers
 from services.worker.quantization.base import Matrix
 from services.worker.quantization.stored import StoredMethod, row_steps
 from shared.errors import ModelError

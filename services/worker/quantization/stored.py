@@ -1,6 +1,6 @@
 """Common code of the formats of quantized checkpoints: matrices that stay plain, and integers in words of 32 bits.
 
-`models/stored.py` says how a checkpoint stores its matrices; each format is a file beside this one. A weight is
+`checkpoint/stored.py` says how a checkpoint stores its matrices; each format is a file beside this one. A weight is
 (q - zero) * scale in float32, of the integers and the scale as the file has them: exact with a 16-bit scale, else
 rounded once. Groups that no kernel has (other sizes, inputs out of order) are unpacked into the model's type.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AnyOps, Groups
-from services.worker.models.checkpoint import FLOATS, Source, as_piece
-from services.worker.models.stored import UNITS, Stored
+from services.worker.checkpoint.source import FLOATS, Source, as_piece
+from services.worker.checkpoint.stored import UNITS, Stored
 from services.worker.quantization.base import LinearMethod, Matrix
 from shared.errors import ModelError
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import W8A8_INPUTS, AnyOps, Groups
-from services.worker.models.checkpoint import Source, finite
+from services.worker.checkpoint.source import Source, finite
 from services.worker.quantization.base import Matrix
 from services.worker.quantization.stored import SCALES, StoredMethod, read_whole, row_steps
 from shared.errors import ModelError

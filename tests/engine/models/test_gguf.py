@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from kernels.cpu.library import load
 from kernels.ops import Groups
 from services.worker.models.config import load_config
-from services.worker.models.gguf import UNPACK, GgufWeights
+from services.worker.models.gguf import GgufWeights
 from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix
+from services.worker.quantization.gguf import UNPACK
 from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.reader import BLOCK_TYPES, open_gguf
 from tests.engine.driver import assert_tokens, fingerprint_of, generated, make_engine

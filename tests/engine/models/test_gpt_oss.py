@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kernels.ops import Groups
 from services.scheduler.workers.wire import limits_from_wire
-from services.worker.models.checkpoint import Checkpoint, powers
+from services.worker.checkpoint.source import Checkpoint, powers
 from services.worker.models.config import load_config
 from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix, Stack

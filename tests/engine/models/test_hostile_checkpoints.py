@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kernels.ops import Groups
-from services.worker.models.checkpoint import Checkpoint
+from services.worker.checkpoint.source import Checkpoint
 from services.worker.models.config import load_config
-from services.worker.models.gguf import UNPACK, GgufWeights
+from services.worker.models.gguf import GgufWeights
 from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix, Stack
+from services.worker.quantization.gguf import UNPACK
 from shared.errors import ModelError
 from shared.models.gguf.reader import open_gguf
 from tests.engine.driver import make_engine

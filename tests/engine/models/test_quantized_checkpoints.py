@@ -21,9 +21,9 @@ from kernels.cuda.backend import Packed as PlainOnDevice
 from kernels.cuda.operations import quantized
 from kernels.cuda.operations.quantized import Quantized
 from kernels.ops import Groups
-from services.worker.models.checkpoint import Checkpoint
+from services.worker.checkpoint.source import Checkpoint
+from services.worker.checkpoint.stored import Stored
 from services.worker.models.config import load_config
-from services.worker.models.stored import Stored
 from services.worker.models.weights import WeightLoader, shard_of
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import method_of

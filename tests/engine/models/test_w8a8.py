@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.ops import W8A8_INPUTS, Groups
-from services.worker.models.checkpoint import Checkpoint
+from services.worker.checkpoint.source import Checkpoint
 from services.worker.models.config import load_config
 from services.worker.models.weights import shard_of
 from services.worker.parallel.state import ParallelState

@@ -18,7 +18,7 @@ from kernels.cuda.backend import CudaOps
 from kernels.emulator.device import EmulatedDevice
 from protos import worker_pb2
 from services.worker import engine as engine_module
-from services.worker.models.checkpoint import open_weights
+from services.worker.checkpoint.source import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.layers import MixtureOfExperts

@@ -19,11 +19,11 @@ from kernels.cuda.loader import CudaError
 from kernels.formats import ROUNDINGS
 from kernels.reference.backend import ReferenceOps
 from services.worker import backend
+from services.worker.checkpoint.stored import Stored
 from services.worker.gpu_choice import KERNELS
 from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, room_for
 from services.worker.models.config import DecoderConfig, Mixture, load_config, rank_config
 from services.worker.models.registry import FAMILIES, ExpertNames
-from services.worker.models.stored import Stored
 from services.worker.models.weights import shard_of
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import METHODS, STORED

@@ -24,14 +24,14 @@ import kernels.reference  # noqa: F401 - registers the backend
 from kernels import ops as kernel_ops
 from kernels.cpu.memory import large
 from services.worker import main
+from services.worker.checkpoint.fingerprint import Fingerprint
+from services.worker.checkpoint.source import SHIFT, SPAN, Checkpoint, Dummy, open_weights
+from services.worker.checkpoint.stored import GGUF_FORMATS
 from services.worker.kv.cache import room_for
 from services.worker.models import checkpoint, fingerprint
-from services.worker.models.checkpoint import SHIFT, SPAN, Checkpoint, Dummy, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder, check_matrices
-from services.worker.models.fingerprint import Fingerprint
 from services.worker.models.matrices import shapes
-from services.worker.models.stored import GGUF_FORMATS
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError, ModelError
@@ -53,7 +53,7 @@ from kernels import ops
 from services.worker.parallel.state import ParallelState
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
-from services.worker.models.checkpoint import Checkpoint
+from services.worker.checkpoint.source import Checkpoint
 from services.worker.models.gguf import GgufWeights
 from services.worker.quantization import method_of
 

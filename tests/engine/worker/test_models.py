@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import kernels.reference  # noqa: F401 - registers the backend
 from kernels import ops as kernel_ops
-from services.worker.models.checkpoint import Checkpoint
+from services.worker.checkpoint.source import Checkpoint
 from services.worker.models.config import load_config, parse_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.registry import FAMILIES

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.models.stored import Stored, read_stored
+from services.worker.checkpoint.stored import Stored, read_stored
 from shared.errors import ModelError
 
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
@@ -124,5 +124,5 @@ def test_a_config_that_is_not_read_names_its_field(given: Any, said: str) -> Non
 
 
 def test_the_check_before_the_start_needs_no_torch() -> None:
-    code = "import sys, services.worker.models.stored; sys.exit('torch' in sys.modules)"
+    code = "import sys, services.worker.checkpoint.stored; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,7 +16,7 @@ from kernels.cuda.backend import CudaOps
 from kernels.cuda.device import Device
 from kernels.ops import AnyOps, Batch, CacheShape, Int32
 from kernels.reference import ReferenceOps
-from services.worker.models.checkpoint import open_weights
+from services.worker.checkpoint.source import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from tests.kernels.sequences import batch_of

@@ -21,8 +21,8 @@ from kernels.cuda.planner import Planner, Room, Seats
 from kernels.emulator.device import EmulatedDevice
 from kernels.ops import Batch
 from services.worker.adapters.peft import linear_layers
+from services.worker.checkpoint.source import open_weights
 from services.worker.models.adapters import Pair
-from services.worker.models.checkpoint import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.layers import RowParallelLinear

@@ -17,8 +17,8 @@ from services.launcher.model_check import (
     read_model,
     size_problem,
 )
+from services.worker.checkpoint.stored import Stored
 from services.worker.models.config import load_config
-from services.worker.models.stored import Stored
 from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.support.checkpoints.gguf import write_file
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from services.worker.models.stored import GGUF_FORMATS
+from services.worker.checkpoint.stored import GGUF_FORMATS
 from shared.errors import ModelError
 from shared.models.gguf.config import ARCHITECTURES
 from shared.models.gguf.reader import BLOCK_TYPES
