@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from grimp import ImportGraph
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("services", "shared", "kernels", "bench", "deploy")
@@ -113,3 +118,56 @@ def test_product_has_no_banned_calls_imports_or_asserts() -> None:
 def test_rule_finds_what_is_banned(source: str) -> None:
     assert len(list(faults(ast.parse(source)))) == 1
     assert list(faults(ast.parse("import os.path, ast\nf(shell=False)"))) == []
+
+
+def circles(graph: ImportGraph) -> Iterator[str]:
+    """Yield each two packages of one parent that import each other, directly or through what lies beside them.
+
+    A package and modules beside it may import each other: these are its parent's own. Imports under TYPE_CHECKING and
+    in functions count.
+    """
+    for parent in sorted(graph.modules):
+        children = graph.find_children(parent)
+        child_of = {module: child for child in children for module in (child, *graph.find_descendants(child))}
+        imports: dict[str, dict[str, str]] = {child: {} for child in children}
+        for module, child in sorted(child_of.items()):
+            for imported in sorted(graph.find_modules_directly_imported_by(module)):
+                if (other := child_of.get(imported, child)) != child:
+                    imports[child].setdefault(other, f"{module} imports {imported}")
+        packages = sorted(child for child in children if graph.find_children(child))
+        for one, other in combinations(packages, 2):
+            there, back = path(imports, one, other), path(imports, other, one)
+            if there and back:
+                yield f"{one} and {other} import each other: {'; '.join((*there, *back))}"
+
+
+def path(imports: Mapping[str, Mapping[str, str]], start: str, end: str) -> tuple[str, ...]:
+    """Return the fewest imports that lead from one package to another; none where no import does."""
+    paths: dict[str, tuple[str, ...]] = {start: ()}
+    for child in (reached := [start]):
+        for other, words in imports[child].items():
+            if other not in paths:
+                paths[other] = (*paths[child], words)
+                reached.append(other)
+    return paths.get(end, ())
+
+
+def test_packages_of_one_parent_import_one_way() -> None:
+    grimp = pytest.importorskip("grimp", reason="import-linter brings it: make install-dev")
+    graph = grimp.build_graph("services", "shared", "kernels", "bench", cache_dir=None)
+    assert list(circles(graph)) == [], "move what both need to the package that the other one may import"
+
+
+@pytest.mark.parametrize("back", ["a.kv", "a.beside"])
+def test_rule_finds_packages_that_import_each_other(back: str) -> None:
+    graph = pytest.importorskip("grimp").ImportGraph()
+    for module in ("a", "a.kv", "a.kv.cache", "a.ranks", "a.ranks.state", "a.ranks.sender", "a.beside"):
+        graph.add_module(module)
+    for importer, imported in [("a.kv.cache", "a.ranks.state"), ("a.beside", "a.kv"), ("a.kv", "a.beside")]:
+        graph.add_import(importer=importer, imported=imported)
+    assert list(circles(graph)) == []
+    graph.add_import(importer="a.ranks.sender", imported=back)
+    (found,) = circles(graph)
+    assert found.startswith(
+        "a.kv and a.ranks import each other: a.kv.cache imports a.ranks.state; a.ranks.sender imports"
+    )
