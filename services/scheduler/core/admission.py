@@ -18,7 +18,6 @@ from services.scheduler.core.placement.constraints import can_load
 from services.scheduler.core.placement.router import Router
 from services.scheduler.core.policy.base import Candidates, Pace
 from services.scheduler.core.policy.budget import ALIGN
-from services.scheduler.core.policy.iteration_level import Pooled
 from services.scheduler.core.policy.queues import LOOKED_AT
 from services.scheduler.core.preemption import Preempter
 from services.scheduler.core.replica import Replica
@@ -168,7 +167,7 @@ class Admission:
             return None
         if step.lacks_blocks:
             return None
-        if step.preemptions and chosen is None and not isinstance(state.policy.batch, Pooled):
+        if step.preemptions and chosen is None and not state.policy.batch.pooled:
             return None
         if replica.table.count >= step.max_running and not (waiting.urgent and state.policy.relief.takes):
             return None
@@ -423,14 +422,14 @@ class Admission:
         if len(runs) < len(candidates):
             rest, before = rest[runs], before[runs]
         batch = self._state.policy.batch
-        if isinstance(batch, Pooled):
+        if batch.pooled:
             lengths = batch.entry_tokens(rest, step.tokens_left)
             step.tokens_left -= int(lengths.sum())
         else:
             lengths = step.chunks(batch, rest, before)
         if lengths.size < len(runs):
             candidates = candidates[: runs[lengths.size]]
-        return candidates, lengths[:0] if isinstance(batch, Pooled) else lengths
+        return candidates, lengths[:0] if batch.pooled else lengths
 
     def _enter_all(
         self, step: StepBuilder, entering: list[Candidate], reserved: Int64, lengths: Int64, out: OutcomeBuilder
@@ -473,7 +472,7 @@ class Admission:
             replica.prefix_cache.on_enter(slots, [c.sequence for c in entering], [c.hit for c in entering])
         if run:
             rows = slots if len(run) == slots.size else np.array(run)
-            if isinstance(state.policy.batch, Pooled):
+            if state.policy.batch.pooled:
                 table.set_phase(rows)
             else:
                 step.schedule(rows, lengths)

@@ -14,7 +14,6 @@ from services.scheduler.core.placement.base import Verdict
 from services.scheduler.core.placement.constraints import check
 from services.scheduler.core.placement.disaggregation import KVHandover
 from services.scheduler.core.placement.router import Router
-from services.scheduler.core.policy.iteration_level import Pooled
 from services.scheduler.core.preemption import Preempter
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.state import MAX_AHEAD, SchedulerState
@@ -78,8 +77,8 @@ class Planner:
         if replica.limits.role == PREFILL:
             self._hand_over.plan(replica, now_ns, out)
         self._decodes(step, now_ns, out)
-        if isinstance(state.policy.batch, Pooled):
-            self._pool(step, state.policy.batch, now_ns, out)
+        if state.policy.batch.pooled:
+            self._pool(step, now_ns, out)
             self._drafts(step, max_tokens)
             return step
         rows, passed = self._prompts(step), NO_ROWS
@@ -154,16 +153,16 @@ class Planner:
         tokens = replica.tokens.max_tokens(replica, self._state.step_tokens) - rows.size
         return replica.speculation.worth_waiting(rows, tokens, int(table.planned_tokens[rows].sum()), microbatch)
 
-    def _pool(self, step: StepBuilder, batch: Pooled, now_ns: int, out: OutcomeBuilder) -> None:
+    def _pool(self, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
         """Let sequences enter into what the running prompts leave of the budget; then give all prompts their chunks."""
-        table = step.replica.table
+        table, policy = step.replica.table, self._state.policy
         self._admission.budget(step)
         left = step.tokens_left
         rows = self._prompts(step)
         if rows.size:
-            rows = self._state.policy.order.sort(table, rows, now_ns)
+            rows = policy.order.sort(table, rows, now_ns)
             rest = (table.known_tokens[rows] - table.planned_tokens[rows]).astype(np.int64)
-            step.tokens_left -= int(batch.chunks(rest, rest, left, True).sum())
+            step.tokens_left -= int(policy.batch.chunks(rest, rest, left, True).sum())
         self._admit(step, NO_ROWS, out)
         step.tokens_left = left
         step.has_prompts |= bool(step.enters)
@@ -270,7 +269,7 @@ class Planner:
         """
         table, high = step.replica.table, step.replica.table.high
         decoding: Bool = table.phase[:high] == DECODING
-        if isinstance(self._state.policy.batch, Pooled):
+        if self._state.policy.batch.pooled:
             decoding &= table.known_tokens[:high] > table.entry_tokens[:high]
         return decoding
 
@@ -278,7 +277,7 @@ class Planner:
         """Return [high] bool: the row has a part of its prompt to compute, or of what it computes again."""
         table, high = step.replica.table, step.replica.table.high
         prefilling: Bool = table.phase[:high] == PREFILLING
-        if isinstance(self._state.policy.batch, Pooled):
+        if self._state.policy.batch.pooled:
             prefilling |= (table.phase[:high] == DECODING) & (table.known_tokens[:high] == table.entry_tokens[:high])
         return prefilling
 

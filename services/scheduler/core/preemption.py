@@ -12,7 +12,6 @@ import numpy as np
 from services.scheduler.core.outcome import OutcomeBuilder
 from services.scheduler.core.placement.router import Router
 from services.scheduler.core.policy.base import Mode, Slo
-from services.scheduler.core.policy.iteration_level import AllYield
 from services.scheduler.core.replica import KV, Replica
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.state import SchedulerState
@@ -42,7 +41,7 @@ class Preempter:
         step.preemptions += 1
         sequence = replica.release(row, KV.SWAP if mode is Mode.SWAP else KV.DROP)
         step.forget(row)
-        if not isinstance(state.policy.relief, AllYield):  # its rule knows no last preemption
+        if not state.policy.relief.all_yield:  # its rule knows no last preemption
             sequence.preemptions += 1
         state.waiting.requeue(sequence, now_ns, out)
 
@@ -61,9 +60,11 @@ class Preempter:
         relief, table = self._state.policy.relief, step.replica.table
         slo = relief.slo
         model, high = step.replica.model, table.high
-        if isinstance(relief, AllYield):
-            return self._all_yield(step, relief, now_ns, out)
-        if slo is None or not table.tbt_rows or not model.observations:
+        if slo is None:
+            return
+        if relief.all_yield:
+            return self._all_yield(step, slo, now_ns, out)
+        if not table.tbt_rows or not model.observations:
             return
         decodes = (table.phase[:high] == DECODING) & (table.known_tokens[:high] < table.limit[:high])
         urgent = np.flatnonzero(decodes & (table.tbt_slo_ns[:high] > 0) & (table.priority[:high] <= Priority.HIGH))
@@ -78,13 +79,13 @@ class Preempter:
             for victim in self._enough_for(step.replica, decodes, slack, running, context, slo):
                 self.preempt(step, victim, now_ns, out)
 
-    def _all_yield(self, step: StepBuilder, relief: AllYield, now_ns: int, out: OutcomeBuilder) -> None:
+    def _all_yield(self, step: StepBuilder, slo: Slo, now_ns: int, out: OutcomeBuilder) -> None:
         """Preempt all rows of lower classes while one of class <= high has too little left of its TBT limit."""
         table, high = step.replica.table, step.replica.table.high
         urgent = table.active[:high] & (table.priority[:high] <= Priority.HIGH) & (table.tbt_slo_ns[:high] > 0)
         urgent &= table.applied_tokens[:high] > table.prompt[:high]
         rows = np.flatnonzero(urgent)
-        if rows.size and int((table.last_token_ns[rows] + table.tbt_slo_ns[rows]).min()) - now_ns < relief.risk_ns:
+        if rows.size and int((table.last_token_ns[rows] + table.tbt_slo_ns[rows]).min()) - now_ns < slo.risk_ns:
             for victim in self._victims(step.replica, Priority.NORMAL).tolist():
                 self.preempt(step, victim, now_ns, out)
 

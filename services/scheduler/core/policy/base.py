@@ -215,6 +215,7 @@ class Batching(ABC):
 
     is_padded: bool = False  # the engine pads all sequences of a batch to the longest (for the simulator)
     at_end: bool = False  # a batch is delivered when its last sequence has ended (for the simulator)
+    pooled: bool = False  # prompts enter by entry_tokens(); then running and entered ones get their chunks in one order
 
     def max_running(self, limit: int) -> int:
         """Return how many sequences may run at once, at most `limit` (from the settings and the worker)."""
@@ -244,6 +245,10 @@ class Batching(ABC):
         get a chunk.
         """
 
+    def entry_tokens(self, rest: Int64, left: int) -> Int64:
+        """Return [k] tokens that the first k of [n] prompts count when they enter a pooled batch."""
+        return self.chunks(rest, rest, left, True)
+
 
 class Mode(enum.IntEnum):
     """How the KV of a preempted sequence is kept."""
@@ -271,6 +276,7 @@ class Preemption(ABC):
     returns: bool = False  # with stalls: such a row goes before all waiting ones; preempt only when none gets a block
     takes: bool = False  # a waiting sequence of class <= high may take slot and blocks from rows of lower classes
     slo: Slo | None = None
+    all_yield: bool = False  # with slo: its risk is what is left since the last token, and all of lower classes yield
     early: bool = False  # early_victims() is called before each step
 
     def early_victims(self, replica: ReplicaView, rows: Rows, head: Sequence | None, now_ns: int) -> list[int]:

@@ -1,8 +1,7 @@
 """The parts of the preset `iteration-level`: the rules of one article's scheduler, class IterationLevelScheduler.
 
 docs/policies.md says what equals the article's program and what is corrected. The simulator has that program itself,
-services/simulator/policies/article.py, and compares the two in every step. The planner and the preempter know
-`Pooled` and `AllYield` by their types: both rules span the passes of a step.
+services/simulator/policies/article.py, and compares the two in every step.
 """
 
 from __future__ import annotations
@@ -53,6 +52,8 @@ class Pooled(Batching):
     in its first step. One that was preempted may enter again in the same step.
     """
 
+    pooled = True
+
     def __init__(self, most: int, slots: int) -> None:
         """most: largest chunk. slots: most sequences that run."""
         self._max_chunk, self._slots = most, slots
@@ -88,10 +89,10 @@ class Pooled(Batching):
 class AllYield(LeastLost):
     """While a running sequence of class <= high is at risk of missing its TBT limit, all of lower classes yield.
 
-    At risk: less than `risk_ns` of the limit is left since its last token; no step is predicted.
+    At risk: less than `slo.risk_ns` of the limit is left since its last token; no step is predicted.
     """
 
-    risk_ns = SLO.risk_ns
+    all_yield = True
 
 
 def iteration_level(batch_tokens: int = 2048, batch_requests: int = 128, chunk: int = 256) -> Policy:
