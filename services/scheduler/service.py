@@ -27,7 +27,7 @@ from services.scheduler.requests.commands import Commands
 from services.scheduler.requests.handover import RequestHandover
 from services.scheduler.requests.intake import Claimed, Clock, Intake
 from services.scheduler.requests.publisher import Publisher
-from services.scheduler.shard.shards import Shards
+from services.scheduler.shards import Shards
 from services.scheduler.telemetry import Reports, Stats
 from services.scheduler.workers.fleet import Fleet
 from services.scheduler.workers.loop import WorkerContext

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from services.scheduler.requests.commands import Commands
 from services.scheduler.requests.handover import RequestHandover
 from services.scheduler.requests.intake import Claimed, Entry, Intake, room_by_class
-from services.scheduler.shard.shards import Shards
+from services.scheduler.shards import Shards
 from shared.keys import CLASSES
 from shared.lease import Lease
 from shared.redis_client import Unavailable, backoff_s, temporary

@@ -15,7 +15,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from services.scheduler.shard.shards import LEASES, Shards
+from services.scheduler.shards import LEASES, Shards
 from shared.dead_letters import DeadLetters, integer, text
 from shared.keys import Keys
 from shared.lease import Lease

@@ -17,7 +17,7 @@ from services.scheduler.requests.claims import Claims, Holdings
 from services.scheduler.requests.handover import STRANDED_S, RequestHandover
 from services.scheduler.requests.intake import Claimed, Clock, Entry, Intake
 from services.scheduler.requests.publisher import Publisher
-from services.scheduler.shard.shards import Shards
+from services.scheduler.shards import Shards
 from shared.errors import LeaseLostError
 from shared.keys import GROUP, Keys
 from shared.lease import Lease
