@@ -23,7 +23,7 @@ KNOWN := MODEL MODELS PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS PYTH
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(findstring command line,$(origin $(v))),$(v)))
 UNKNOWN := $(filter-out $(KNOWN) MAKEFLAGS SHELL -*,$(GIVEN))
 ifneq ($(strip $(UNKNOWN)),)
-$(error unknown setting $(UNKNOWN); known are $(KNOWN))
+$(error unknown setting $(UNKNOWN); choose among $(KNOWN))
 endif
 
 # A stamp marks an installation and is named after the pins: touching their files reinstalls nothing.
@@ -62,7 +62,7 @@ redis-at-hand: | $(VENV)/.made
 ifeq ($(ORCINUS_REDIS_URL)$(findstring --redis-url,$(ARGS)),)
 	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null \
 		|| $(PY) -c 'import platform, sys; sys.exit(sys.platform != "darwin" and (sys.platform, platform.machine()) not in [("linux", "x86_64"), ("linux", "aarch64")])' \
-		|| { echo "error: no Redis here, and none comes with the installation on this machine: install one (sudo apt-get install redis-server), or set ORCINUS_REDIS_URL to one that runs" >&2; exit 2; }
+		|| { echo "error: no Redis here, and none comes with the installation on this machine; install one (sudo apt-get install redis-server), or set ORCINUS_REDIS_URL to one that runs" >&2; exit 2; }
 endif
 
 # Fail on a machine without a usable GPU before some gigabytes are installed.
@@ -236,9 +236,9 @@ clean: ## remove all build products; .run/ (state, logs) stays
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis protos/*_pb2*.py protos/*_pb2*.pyi kernels/cpu/lib kernels/cuda/lib
 
 $(VENV)/.made:
-	@$(PYTHON) --version >/dev/null 2>&1 || { echo "error: $(PYTHON) not found: sudo apt-get install python3 python3-venv, or make PYTHON=/path/to/python3.12" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version) is too old, 3.11 to 3.14 is needed: make PYTHON=python3.12" >&2; exit 2; }
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module: sudo apt-get install python3-venv" >&2; exit 2; }
+	@$(PYTHON) --version >/dev/null 2>&1 || { echo "error: $(PYTHON) not found; run sudo apt-get install python3 python3-venv, or give PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version) is too old, 3.11 to 3.14 is needed; give PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module; run sudo apt-get install python3-venv" >&2; exit 2; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV) & made=$$!; n=0; \
 		while kill -0 $$made 2>/dev/null; do sleep 0.5; n=$$((n + 1)); [ $$((n % 8)) -ne 0 ] || echo "making $(VENV): $$((n / 2)) s"; done; wait $$made; }
 	@touch $@
@@ -247,7 +247,7 @@ $(VENV)/.made:
 $(CUDA_STAMP): | $(VENV)/.made gpu-at-hand
 	@echo "installing torch for CUDA and CuPy into $(VENV) (once; some gigabytes)"
 	@$(TORCH_IS_FOR_CUDA) 2>/dev/null || $(PIP) $(if $(TORCH_INDEX),--force-reinstall --index-url $(call quoted,$(TORCH_INDEX)) $(call quoted,$(TORCH)),$(call quoted,$(subst ==,===,$(TORCH))))
-	@$(TORCH_IS_FOR_CUDA) || { echo "error: DEVICE=cuda: pip gave a torch that is not for CUDA: without TORCH_INDEX it comes from PyPI" >&2; exit 2; }
+	@$(TORCH_IS_FOR_CUDA) || { echo "error: DEVICE=cuda: pip gave a torch that is not for CUDA; leave TORCH_INDEX out, or name an index that has one" >&2; exit 2; }
 	@$(PIP) "$$($(CUPY))" -c $(CONSTRAINTS)
 	@rm -f $(VENV)/.cuda-*; touch $@
 
@@ -277,7 +277,7 @@ ifneq ($(filter command line environment,$(origin PYTHON)),)
 ifneq ($(wildcard $(PY)),)
 ifneq ($(filter-out clean help,$(MAKECMDGOALS)),)
 ifneq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info[:2])' 2>&1),$(shell $(PY) -c 'import sys; print(sys.version_info[:2])' 2>&1))
-$(error $(VENV) was made with another Python than $(PYTHON): run `make clean` first)
+$(error $(VENV) was made with another Python than $(PYTHON); run `make clean` first)
 endif
 endif
 endif

@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     os.umask(0)
     if arguments == ["show"]:
         if not API_KEYS.exists():
-            print("no key yet: docker compose up makes it", file=sys.stderr)
+            print("no key yet; run docker compose up, which makes it", file=sys.stderr)
             return 1
         print(API_KEYS.read_text(), end="")
         return 0

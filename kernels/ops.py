@@ -100,7 +100,9 @@ class CacheShape:
     def demand_kv_dtype(self, backend: str, *kv_dtypes: str) -> None:
         """Raise ValueError for another type than these, all that a backend has kernels for."""
         if self.kv_dtype not in kv_dtypes:
-            raise ValueError(f"KV in {self.kv_dtype}: the {backend} backend has no kernels for it (--kv-dtype auto)")
+            raise ValueError(
+                f"KV in {self.kv_dtype}: the {backend} backend has no kernels for it; give --kv-dtype auto"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BuildError(f"the CPU kernels cannot be compiled: {error}") from error
+        raise BuildError(f"the CPU kernels cannot be compiled: {error}; check the room and the rights there") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def find_library() -> tuple[Path, str]:
             return path, variant.name
     compiler = shutil.which("g++")
     if compiler is None:
-        raise BuildError("no g++ is installed to compile the CPU kernels with (sudo apt-get install g++)")
+        raise BuildError("no g++ is installed to compile the CPU kernels with; run sudo apt-get install g++")
     return compile_cached(compiler, native_flags(), " ".join(sorted(flags))), "native"
 
 
@@ -199,7 +199,8 @@ def _cache_path(name: str) -> Path:
                 return place / name
         except OSError:
             continue
-    raise BuildError(f"no place to keep compiled kernels in: {', '.join(map(str, places))} cannot be written to")
+    names = ", ".join(map(str, places))
+    raise BuildError(f"no place to keep compiled kernels in: {names} cannot be written to; make one of them writable")
 
 
 @contextmanager
@@ -277,7 +278,7 @@ def run_command(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} does not run: {error}") from error
+        raise BuildError(f"{command[0]} does not run: {error}; install it again") from error
     if done.returncode:
         raise BuildError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return done.stdout

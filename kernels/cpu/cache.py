@@ -29,7 +29,9 @@ class CpuCache(Cache):
     def __init__(self, shape: CacheShape, library: Library, runner: Runner, host: Tensor | None = None) -> None:
         """Take the memory. host: as Ops.new_cache. Raise ValueError for a block size that the kernels cannot use."""
         if shape.block_size % 16:
-            raise ValueError(f"block size {shape.block_size}: the cpu kernels need a multiple of 16 (--block-size)")
+            raise ValueError(
+                f"block size {shape.block_size}: the cpu kernels need a multiple of 16; give --block-size 16"
+            )
         self.shape = shape
         # Of src/kv.h or src/kv_8bit.h, the same with every set of instructions; another number when that changes.
         self.layout = f"cpu-{shape.kv_dtype}-1" if shape.is_8bit else "cpu-1"

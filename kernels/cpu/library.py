@@ -24,7 +24,7 @@ class Library:
         try:
             lib = ctypes.CDLL(str(path))
         except OSError as error:
-            raise BuildError(f"cannot load {path}: {error}") from error
+            raise BuildError(f"cannot load {path}: {error}; remove the file, it is compiled again") from error
         lib.orcinus_size.restype = c_int64
         for number, made, mirror in (
             (0, "Command", Command),

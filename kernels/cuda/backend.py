@@ -127,7 +127,9 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         dtype_name(shape.dtype)
         if shape.head_dim not in calls.HEAD_DIMS:
             known = ", ".join(map(str, calls.HEAD_DIMS))
-            raise ValueError(f"heads of {shape.head_dim} numbers: the cuda kernels have {known} (--kernels reference)")
+            raise ValueError(
+                f"heads of {shape.head_dim} numbers: the cuda kernels have {known}; give --kernels reference"
+            )
         return CudaCache(shape, self.gpu, host=host)
 
     def prepare(self, batch: Batch, cache: CudaCache) -> CudaPrepared:

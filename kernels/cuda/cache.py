@@ -38,7 +38,9 @@ class CudaCache(Cache):
         shape.demand_kv_dtype("cuda", "auto", "fp8")
         slabs = shape.block_size // SLAB
         if shape.block_size % SLAB or slabs & (slabs - 1) or not slabs:
-            raise ValueError(f"block size {shape.block_size}: the cuda kernels need 16, 32, 64 ... (--block-size)")
+            raise ValueError(
+                f"block size {shape.block_size}: the cuda kernels need 16, 32, 64 ...; give --block-size 16"
+            )
         self.shape, self.device, self.layer_major = shape, device, layer_major
         part: tuple[int, ...] = (shape.kv_heads, shape.block_size, shape.head_dim)
         self.layout, self._dtype = "plain", shape.dtype

@@ -647,7 +647,7 @@ def attention_prefill(
     if has_wgmma:
         return Call(name, (min(wgmma_processors, kv_heads * _some(items)), 1, 1), (threads, 1, 1), shared, params)
     if items > MAX_GRID_Y:
-        raise ValueError(f"{items} pieces of prompts in a step, a launch has {MAX_GRID_Y}: lower --max-step-tokens")
+        raise ValueError(f"{items} pieces of prompts in a step, a launch has {MAX_GRID_Y}; lower --max-step-tokens")
     return Call(name, (kv_heads, _some(items), 1), (threads, 1, 1), shared, params)
 
 
@@ -675,7 +675,9 @@ def _token_bytes(head_dim: int, fp8: bool) -> tuple[int, int]:
     """Return the bytes of a token's head, as numbers and in a block. Raise ValueError where there is no kernel."""
     if fp8 and head_dim not in FP8_HEAD_DIMS:
         kernels = " and ".join(map(str, FP8_HEAD_DIMS))
-        raise ValueError(f"heads of {head_dim} numbers, attention over fp8 has kernels for {kernels} (--kv-dtype auto)")
+        raise ValueError(
+            f"heads of {head_dim} numbers, attention over fp8 has kernels for {kernels}; give --kv-dtype auto"
+        )
     return 2 * head_dim, head_dim + SCALE_BYTES if fp8 else 2 * head_dim
 
 

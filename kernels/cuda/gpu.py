@@ -161,7 +161,7 @@ class CudaDevice(Device):
         runtime = cuda.cudart()
         found = runtime.cudaHostRegister(memory.ctypes.data, size, _HOST_MAPPED)
         if found != runtime.cudaError.success:
-            raise CudaError(f"{size / 2**30:.1f} GiB of main memory cannot be pinned ({found}): lower --host-blocks")
+            raise CudaError(f"{size / 2**30:.1f} GiB of main memory cannot be pinned ({found}); lower --host-blocks")
         weakref.finalize(memory, self._release, memory.ctypes.data, runtime.cudaHostUnregister).atexit = False
         return torch.from_numpy(memory).view(dtype).view(shape)
 
@@ -179,7 +179,7 @@ class CudaDevice(Device):
         except runtime.CUDARuntimeError as error:
             said = f"{pages.nbytes / 2**30:.1f} GiB of memory that is shared cannot be pinned ({error})"
             if not read_only:
-                raise CudaError(f"{said}: lower --host-blocks, or take a --kv-share-dir on a tmpfs") from error
+                raise CudaError(f"{said}; lower --host-blocks, or take a --kv-share-dir on a tmpfs") from error
             log.warning("%s: copies from it make the worker wait", said)
             return memory
         weakref.finalize(pages, self._release, pages.ctypes.data, runtime.hostUnregister).atexit = False
@@ -249,19 +249,19 @@ class CudaDevice(Device):
 def demand_gpu(index: int) -> None:
     """Raise CudaError, with what to do, unless torch and CuPy can use GPU number `index` for the kernels."""
     if torch.version.cuda is None:
-        raise CudaError(f"torch {torch.__version__} is a build without CUDA: install one with it (docs/gpu.md)")
+        raise CudaError(f"torch {torch.__version__} is a build without CUDA; run make install DEVICE=cuda")
     try:
         cuda.init()
         count = cuda.device_count()
     except (RuntimeError, AssertionError) as error:
-        raise CudaError(f"torch cannot use a GPU: {error} (`orcinus doctor` looks at the driver)") from error
+        raise CudaError(f"torch cannot use a GPU: {error}; run `orcinus doctor` to check the driver") from error
     if index >= count:
-        raise CudaError(f"GPU {index} is asked for, {count} are here: see nvidia-smi and CUDA_VISIBLE_DEVICES")
+        raise CudaError(f"GPU {index} is asked for, {count} are here; check nvidia-smi and CUDA_VISIBLE_DEVICES")
     capability = cuda.get_device_capability(index)
     if capability < CAPABILITY:
         found, least = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         name = cuda.get_device_name(index)
-        raise CudaError(f"{name} has compute capability {found}, the kernels need {least}: use DEVICE=cpu")
+        raise CudaError(f"{name} has compute capability {found}, the kernels need {least}; use DEVICE=cpu")
     try:
         import cupy  # noqa: F401
     except ImportError as error:

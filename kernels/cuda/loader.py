@@ -32,7 +32,7 @@ OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v", "--ptxas-options=--w
 KEPT = 256
 """Files in the cache; the oldest go."""
 
-WITHOUT_CUPY = "CuPy is not installed (make install DEVICE=cuda, or pip install cupy-cuda13x): {}"
+WITHOUT_CUPY = "CuPy is not installed ({}); run make install DEVICE=cuda, or pip install cupy-cuda13x"
 
 _STATIC_SHARED, _MAX_DYNAMIC_SHARED = 1, 8  # CU_FUNC_ATTRIBUTE_.._SHARED_SIZE_BYTES of the driver's API
 _MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin of the runtime's
@@ -179,7 +179,7 @@ def has_gpu() -> bool:
 def present_architecture() -> str:
     """Return the architecture of the current device. Raise CudaError when there is none."""
     if not has_gpu():
-        raise CudaError(f"no GPU is here: name an architecture to compile for, such as {ARCHITECTURES[-1]}")
+        raise CudaError(f"no GPU is here; name an architecture to compile for, such as {ARCHITECTURES[-1]}")
     import cupy
 
     return f"sm_{cupy.cuda.Device().compute_capability}"

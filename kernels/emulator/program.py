@@ -164,7 +164,7 @@ def compiled(source: Path, include: tuple[Path, ...] = (), flags: tuple[str, ...
         source = translated(source)
     compiler = shutil.which("g++")
     if compiler is None:
-        raise BuildError("no g++ is installed to compile the emulated kernels with (sudo apt-get install g++)")
+        raise BuildError("no g++ is installed to compile the emulated kernels with; run sudo apt-get install g++")
     folders = (INCLUDE, *include, source.parent)
     headers = sorted(path for folder in folders for path in folder.iterdir() if path.suffix in (".h", ".cuh"))
     flags = (*FLAGS, *flags, *((str(compiled(CHECKER)),) if "-fsanitize=thread" in flags else ()))

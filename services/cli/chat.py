@@ -186,12 +186,14 @@ class Server:
                 try:
                     event = orjson.loads(data)
                 except orjson.JSONDecodeError:
-                    raise ChatError("the server sent an event that is not JSON") from None
+                    raise ChatError(
+                        f"{self._base} sent an event that is not JSON; name an OpenAI-compatible server with --url"
+                    ) from None
                 if event.get("error"):
                     raise ChatError(self._without_key(_message(event)))
                 yield event
             if not is_done:
-                raise ChatError("the connection ended before the answer did")
+                raise ChatError("the connection ended before the answer did; send the message again")
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._key}"} if self._key else {}
@@ -223,7 +225,7 @@ class Server:
         except httpx.TimeoutException:
             raise ChatError(f"{self._base} did not answer in time; try again, or name another with --url") from None
         except httpx.HTTPError as error:
-            raise ChatError(self._without_key(f"the connection broke off: {error}")) from None
+            raise ChatError(self._without_key(f"the connection broke off: {error}; send the message again")) from None
 
 
 def events(pieces: Iterable[bytes]) -> Iterator[bytes]:

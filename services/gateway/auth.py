@@ -190,7 +190,7 @@ class Keyring:
         record = self._records.get(bucket)
         if record is not None:
             if (state := record.state(time.time() + self._ahead_s)) != "active":
-                raise _refusal(f"the API key is {state}")
+                raise _refusal(f"the API key is {state}", "send another key")
             return self._of_record(record)
         return self._of_digest(bucket) if bucket in (digest.hex()[:16] for digest in self._configured_digests) else None
 
@@ -203,7 +203,7 @@ class Keyring:
             return None
         now_s = time.time() + self._ahead_s
         if (state := record.state(now_s)) != "active":
-            raise _refusal(f"the API key is {state}")
+            raise _refusal(f"the API key is {state}", "send another key")
         self._last_uses[record.id] = now_s
         return self._of_record(record)
 
@@ -401,10 +401,10 @@ def _unread() -> ApiError:
     return unavailable(f"the keys have not been read yet; {RETRY}", "keys_unread", 2)
 
 
-def _refusal(reason: str) -> ApiError:
+def _refusal(reason: str, remedy: str = "send it as Authorization: Bearer KEY or as X-Api-Key: KEY") -> ApiError:
     return ApiError(
         401,
-        f"{reason}; send it as Authorization: Bearer KEY or as X-Api-Key: KEY",
+        f"{reason}; {remedy}",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )

@@ -101,7 +101,9 @@ class RedisUsers:
         try:
             address = parse(settings.redis_url)
         except ValueError as error:
-            raise ConfigurationError(f"{env_name('redis_url')}: {error} Check its part behind the port") from error
+            raise ConfigurationError(
+                f"{env_name('redis_url')}: {str(error).rstrip('.')}; check its part behind the port"
+            ) from error
         if folder is not None and address.keys() & {"username", "password"}:
             raise ConfigurationError(
                 f"{flag('redis_users')}={folder}: the address of Redis has a user already; take it out of "

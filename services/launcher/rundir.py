@@ -140,7 +140,7 @@ class RunDir:
                 pid = os.pread(fd, 32, 0).decode().strip() or "unknown"
                 os.close(fd)
                 raise ConfigurationError(
-                    f"Orcinus runs here already (pid {pid}, {self.path}): stop it with `kill {pid}`, "
+                    f"Orcinus runs here already (pid {pid}, {self.path}); stop it with `kill {pid}`, "
                     f"or start another with its own directory: {self._another}"
                 ) from None
             # The launcher before may have unlinked the file between this open and this lock.

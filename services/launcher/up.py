@@ -461,7 +461,8 @@ def check_device(workers: int, worker: WorkerSettings) -> None:
     ranks = worker.tp * worker.pp
     if workers > 1 and on_gpu(worker) and workers * ranks > (gpus := device_count()):
         raise ConfigurationError(
-            f"{workers} replicas: each needs {quantity(ranks, 'GPU')} of its own, this machine shows {gpus}"
+            f"{workers} replicas: each needs {quantity(ranks, 'GPU')} of its own, this machine shows {gpus}; "
+            f"lower {flag('replicas')}, or give DEVICE=cpu"
         )
 
 
@@ -472,7 +473,9 @@ def check_addresses(replicas: int, worker: WorkerSettings) -> None:
     if not worker.listen.endswith(":0"):
         raise ConfigurationError(f"{replicas} replicas: {flag('listen')} {worker.listen} is one port; let each choose")
     if worker.advertise:
-        raise ConfigurationError(f"{replicas} replicas: {flag('advertise')} {worker.advertise} is one worker's address")
+        raise ConfigurationError(
+            f"{replicas} replicas: {flag('advertise')} {worker.advertise} is one worker's address; leave it out"
+        )
 
 
 def on_gpu(worker: WorkerSettings) -> bool:

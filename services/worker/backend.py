@@ -92,7 +92,7 @@ def _on_gpu(settings: WorkerSettings, config: DecoderConfig) -> bool:
         if settings.device == "cpu":
             raise ConfigurationError("--kernels cuda needs a GPU, and DEVICE=cpu rules it out; give DEVICE=cuda")
         if option := cpu_option(settings):
-            raise ConfigurationError(f"{option} is for CPUs alone and {wish} for a GPU: give up one of the two")
+            raise ConfigurationError(f"{option} is for CPUs alone and {wish} for a GPU; drop one of the two")
         if lack := _lacks_gpu():
             raise ConfigurationError(f"{wish}: {lack}")
         return True
@@ -120,7 +120,7 @@ def _gpu(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch
     dtype = gpu_dtype(settings.dtype, config)
     lack = "" if settings.kernels == "reference" else lacks_kernels(settings, config)
     if lack and settings.kernels == "cuda":
-        raise ConfigurationError(f"--kernels cuda: {lack}")
+        raise ConfigurationError(f"--kernels cuda: {lack}; give --kernels auto")
     name = "reference" if lack or settings.kernels == "reference" else "cuda"
     if name == "reference" and (option := _needs_kernels(settings)):
         remedy = "DEVICE=cpu" if settings.kv_dtype == "auto" else "DEVICE=cpu or --kv-dtype auto"
@@ -136,12 +136,14 @@ def _emulator(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, 
     if settings.device == "cuda":
         raise ConfigurationError("--kernels emulator runs on a CPU; give DEVICE=cpu, or --kernels cuda")
     if option := cpu_option(settings):
-        raise ConfigurationError(f"{option} needs the cpu kernels; --kernels emulator has no such thing")
+        raise ConfigurationError(
+            f"{option} needs the cpu kernels, not --kernels emulator; drop it, or give --kernels cpu"
+        )
     if refusal := refused_on_gpu(config, "give --kernels cpu"):
         raise ConfigurationError(refusal)
     dtype = gpu_dtype(settings.dtype, config)
     if lack := lacks_kernels(settings, config):
-        raise ConfigurationError(f"--kernels emulator: {lack}")
+        raise ConfigurationError(f"--kernels emulator: {lack}; give --kernels auto")
     log.warning("a GPU is emulated, thread by thread: for tests only, it is slower than every other choice by far")
     return _create("emulator", torch.device("cpu")), dtype
 
@@ -170,7 +172,9 @@ def cpu_library(settings: WorkerSettings) -> Library | None:
     """Return the cpu kernels, or None with a warning when they cannot be loaded and no setting demands them."""
     try:
         if settings.block_size % BLOCK_TOKENS:
-            raise BuildError(f"--block-size {settings.block_size} is no multiple of {BLOCK_TOKENS}")
+            raise BuildError(
+                f"--block-size {settings.block_size} is no multiple of {BLOCK_TOKENS}; give {BLOCK_TOKENS}"
+            )
         return load()
     except BuildError as error:
         if option := _needs_kernels(settings):

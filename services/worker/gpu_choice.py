@@ -88,7 +88,8 @@ def lacks_kernels(settings: WorkerSettings, config: DecoderConfig) -> str:
         return "the model is in float32, they compute in bfloat16 and float16 (--dtype bfloat16)"
     mixture = config.mixture
     if mixture and settings.quantize != "none":
-        return f"they hold experts in 16 bits, and --quantize {settings.quantize} would round them for nothing"
+        option = f"--quantize {settings.quantize}"
+        return f"they hold experts in 16 bits, and {option} would round them for nothing (--quantize none)"
     of_experts = (mixture.intermediate_size, mixture.shared_size) if mixture else ()
     if wrong := [width for width in (config.hidden_size, config.intermediate_size, *of_experts) if width % VECTOR]:
         return f"rows of {wrong[0]} numbers, they take multiples of {VECTOR}"

@@ -21,7 +21,7 @@ class StepLog:
         try:
             self._file = path.open("a")
         except OSError as error:
-            raise ConfigurationError(f"--step-log {path}: {error.strerror}") from error
+            raise ConfigurationError(f"--step-log {path}: {error.strerror}; name a file that can be written") from error
 
     def write(self, result: worker_pb2.Result, chunks: Chunks) -> None:
         """Append a step that was answered."""

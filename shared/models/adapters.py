@@ -88,7 +88,7 @@ def parse_config(raw: bytes) -> AdapterConfig:
         raise _config_error("peft_type", kind, "LORA is served")
     for name, meaning in REFUSED.items():
         if value := fields.get(name):
-            raise _config_error(name, value, f"{meaning} cannot be served")
+            raise _config_error(name, value, f"{meaning} cannot be served, train without")
     if (bias := fields.get("bias", "none")) != "none":
         raise _config_error("bias", bias, "biases of the base cannot be changed, use none")
     if (start := fields.get("init_lora_weights", True)) not in PLAIN_STARTS:

@@ -79,7 +79,7 @@ def read_bounded(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
             remedy = "give a Hugging Face model directory that is whole"
         raise ModelError(f"{path} is missing; {remedy}") from None
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path} cannot be read: {error}; check its permissions") from error
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
@@ -89,6 +89,6 @@ def read_bounded(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(most)
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path} cannot be read: {error}; check its permissions") from error
     finally:
         os.close(descriptor)

@@ -45,7 +45,7 @@ def execute(command: list[str]) -> None:
     try:
         os.execvp(command[0], command)  # noqa: S606 - no shell is wanted
     except OSError as error:
-        print(f"error: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
+        print(f"error: cannot start {command[0]}: {error.strerror}; check that it is installed", file=sys.stderr)
         sys.exit(2)
 
 

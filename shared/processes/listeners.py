@@ -67,7 +67,7 @@ def _bind(host: str, port: int, name: str, listens: bool) -> socket.socket:
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise ConfigurationError(f"cannot listen on {host}: {error}") from error
+        raise ConfigurationError(f"cannot listen on {host}: {error}; give an address of this machine") from error
     family, kind, protocol, _, address = addresses[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -81,7 +81,9 @@ def _bind(host: str, port: int, name: str, listens: bool) -> socket.socket:
             raise ConfigurationError(
                 f"{name} {port} on {host} is in use; stop what uses it or choose another"
             ) from error
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port}: {error}; give an address of this machine and a port that is allowed"
+        ) from error
     listener.setblocking(False)
     return listener
 

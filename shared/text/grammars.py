@@ -141,7 +141,8 @@ class Grammars:
             if self._tokenizer is None and not self._unavailable:
                 self._tokenizer, self._unavailable = self._open()
             if self._tokenizer is None:
-                raise NoGrammarsError(f"structured output is not available for this model: {self._unavailable}")
+                problem = f"structured output is not available for this model: {self._unavailable}"
+                raise NoGrammarsError(f"{problem}; leave it out, or choose another model")
             return self._tokenizer
 
     def _open(self) -> tuple[LLTokenizer | None, str]:

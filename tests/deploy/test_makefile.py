@@ -44,8 +44,8 @@ def python_that(checkout: Path, name: str, refuses: str) -> Path:
     ("refuses", "said"),
     [
         ("ensurepip", "sudo apt-get install python3-venv"),
-        ("sys.version_info < (3, 11)", "too old, 3.11 to 3.14 is needed: make PYTHON=python3.12"),
-        ("--version", "not found: sudo apt-get install python3 python3-venv"),
+        ("sys.version_info < (3, 11)", "too old, 3.11 to 3.14 is needed; give PYTHON=python3.12"),
+        ("--version", "not found; run sudo apt-get install python3 python3-venv"),
     ],
 )
 def test_unusable_python_is_an_error_with_a_remedy(checkout: Path, refuses: str, said: str) -> None:

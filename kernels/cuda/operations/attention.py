@@ -45,7 +45,7 @@ class PagedAttention:
     def __call__(self, q: Tensor, attention: Attention, prepared: CudaPrepared, cache: CudaCache, layer: int) -> Tensor:
         if attention.sinks is not None or attention.softcap or not attention.causal:
             what = "sinks, capped scores or attention both ways"
-            raise ValueError(f"{what}: the cuda kernels have none (--kernels reference)")
+            raise ValueError(f"{what}: the cuda kernels have none; give --kernels reference")
         if self.layers is not None:
             self.layers.append(attention)
         work = self._work(attention, prepared, cache)

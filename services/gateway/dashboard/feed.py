@@ -14,7 +14,7 @@ import orjson
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.gateway.errors import unavailable
+from services.gateway.errors import RETRY, unavailable
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
 from shared.tasks import end
@@ -76,7 +76,7 @@ class Feed:
             try:
                 return orjson.dumps(await StackReader(redis, self._settings.keys).histories(seconds, POINTS))
             except FAILED as error:
-                raise unavailable(f"Redis does not answer: {error}", "redis_unavailable", 5) from error
+                raise unavailable(f"Redis does not answer: {error}; {RETRY}", "redis_unavailable", 5) from error
             finally:
                 await _close(redis)
 

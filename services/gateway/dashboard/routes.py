@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.auth import require_operator
 from services.gateway.dashboard.feed import Feed, Viewer
-from services.gateway.errors import ApiError, unavailable
+from services.gateway.errors import ApiError, shutting_down
 from services.gateway.gateway import Gateway
 from services.gateway.http.pages import PAGE_HEADERS, page
 from services.gateway.openai.answers import until_disconnect
@@ -64,7 +64,7 @@ def router(gateway: Gateway, on_public_port: bool) -> APIRouter:
             return _to_ops_port(gateway, request)
         require_operator(request)
         if gateway.is_draining:
-            raise unavailable("the gateway is shutting down", "shutting_down", 5)
+            raise shutting_down()
         return _Events(gateway, feed, feed.enter())
 
     @routes.get(PAST, include_in_schema=not on_public_port)

@@ -193,7 +193,8 @@ class GrpcFront:
             else:
                 self._server.add_insecure_port(address)
         except (OSError, RuntimeError) as error:
-            raise ConfigurationError(f"cannot listen for gRPC on {address}: {error}") from error
+            problem = f"cannot listen for gRPC on {address}: {error}"
+            raise ConfigurationError(f"{problem}; choose another --host or --grpc-port") from error
 
     async def start(self) -> None:
         """Answer."""

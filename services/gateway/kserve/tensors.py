@@ -74,7 +74,7 @@ def fields_of(request: kserve.ModelInferRequest) -> dict[str, Any]:
             if name in OVER_HTTP:
                 raise invalid(name, f"{name} is not a parameter over gRPC", "unsupported_parameter")
             if name in fields:
-                raise invalid(name, f"{shorten(name, MAX_PARAM)} is given twice", "invalid_value")
+                raise invalid(name, f"{shorten(name, MAX_PARAM)} is given twice; send it once", "invalid_value")
             fields[name] = value
     return fields
 
@@ -116,12 +116,18 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
     datatype_of = {name: datatype for name, datatype, _ in INPUTS}
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
-        raise invalid("raw_input_contents", f"{len(request.inputs)} inputs, but {len(raw)} raw contents")
+        raise invalid(
+            "raw_input_contents", f"{len(request.inputs)} inputs, but {len(raw)} raw contents; send one for each"
+        )
     tensors: dict[str, list[Any]] = {}
     for index, tensor in enumerate(request.inputs):
         name = tensor.name
         if name not in datatype_of or name in tensors:
-            what = "is given twice" if name in tensors else f"is unknown; the model has {', '.join(datatype_of)}"
+            what = (
+                "is given twice; send it once"
+                if name in tensors
+                else f"is unknown; the model has {', '.join(datatype_of)}"
+            )
             raise invalid("inputs", f"the input {quote(name)} {what}", "unknown_parameter")
         if tensor.datatype != datatype_of[name]:
             raise invalid(name, f"{name} must have the datatype {datatype_of[name]}; got {quote(tensor.datatype)}")
@@ -136,7 +142,8 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
             text = f"the shape of {name} may have {MAX_DIMENSIONS} dimensions; got {len(tensor.shape)}"
             raise invalid(name, text, "invalid_value")
         if any(size < 0 for size in tensor.shape) or math.prod(tensor.shape) != len(elements):
-            raise invalid(name, f"{name} has the shape {list(tensor.shape)}, but {len(elements)} elements")
+            text = f"{name} has the shape {list(tensor.shape)}, but {len(elements)} elements; send as many as it says"
+            raise invalid(name, text)
         tensors[name] = list(elements)
     return tensors
 
@@ -178,7 +185,7 @@ def _text(element: bytes, name: str) -> str:
     try:
         return element.decode()
     except UnicodeDecodeError as error:
-        raise invalid(name, f"{name} is not UTF-8: {error}") from error
+        raise invalid(name, f"{name} is not UTF-8: {error}; encode it as UTF-8") from error
 
 
 def _pack(element: bytes) -> bytes:
@@ -194,7 +201,9 @@ def _unpack(raw: bytes, name: str) -> list[bytes]:
         (size,) = struct.unpack_from("<I", raw, at) if start <= len(raw) else (len(raw),)
         at = start + size
         if at > len(raw):
-            raise invalid(name, f"the raw contents of {name} end within an element")
+            raise invalid(
+                name, f"the raw contents of {name} end within an element; put its length in 4 bytes before it"
+            )
         elements.append(raw[start:at])
     return elements
 

@@ -50,7 +50,8 @@ def router(gateway: Gateway) -> APIRouter:
             text = f"lora_name: {quote(body.lora_name)} is an adapter of {bases[0]!r}; choose another name"
             raise invalid("lora_name", text)
         if model.text.is_encoder:
-            raise invalid("lora_name", "lora_name: the served model is an encoder, which takes no adapters")
+            text = "lora_name: the served model is an encoder, which takes no adapters; choose another model"
+            raise invalid("lora_name", text)
         await model.adapters.load(body.lora_name, body.lora_path, bool(body.load_inplace))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

@@ -772,11 +772,14 @@ def check_task(model: ModelText, task: str) -> None:
 
 def check_choices(prompts: int, n: int, limits: Limits, param: str = "n") -> None:
     if prompts > limits.max_choices and param != "n":
-        raise invalid(param, f"{param} has {prompts} items; this server's limit is {limits.max_choices}")
+        raise invalid(
+            param, f"{param} has {prompts} items; this server's limit is {limits.max_choices}; send them in parts"
+        )
     if prompts * n > limits.max_choices:
         raise invalid(
             "n",
-            f"prompts x n = {prompts} x {n} = {prompts * n} is more than this server's limit of {limits.max_choices}",
+            f"prompts x n = {prompts} x {n} = {prompts * n} is more than this server's limit of {limits.max_choices}; "
+            "send fewer at once",
         )
 
 

@@ -125,7 +125,7 @@ def encoded_messages(
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         text = "continue_final_message cannot be combined with add_generation_prompt, which begins another message"
-        raise invalid("continue_final_message", text)
+        raise invalid("continue_final_message", f"{text}; send one of both")
     if continues and (messages[-1].role != "assistant" or messages[-1].tool_calls):
         text = "continue_final_message needs an assistant's message without tool_calls at the end of messages"
         raise invalid("continue_final_message", f"{text}; got role {messages[-1].role!r}")
@@ -150,7 +150,7 @@ def template_variables(body: TemplateBody, is_bound: bool) -> dict[str, Any]:
     """
     field, kwargs = "chat_template_kwargs", body.chat_template_kwargs or {}
     if taken := sorted(kwargs.keys() & RESERVED):
-        raise invalid(field, f"{field} cannot set {', '.join(taken)}, which this server sets")
+        raise invalid(field, f"{field} cannot set {', '.join(taken)}, which this server sets; leave it out")
     if (size := len(orjson.dumps(kwargs))) > MAX_VARIABLE_BYTES:
         raise invalid(field, f"{field} may have {MAX_VARIABLE_BYTES} bytes of JSON; got {size}")
     variables: dict[str, Any] = {}

@@ -151,7 +151,7 @@ def _token_prompts(lists: list[list[int]], prompt: Any, field: str, model: Model
     for index, tokens in enumerate(lists):
         name = field if lists[0] is prompt else f"{field}[{index}]"
         if not tokens:
-            raise invalid(field, f"{name} is empty")
+            raise invalid(field, f"{name} is empty; send at least one token id")
         if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < model.vocab_size:
             continue
         for at, token in enumerate(tokens):

@@ -174,7 +174,11 @@ async def _upload(request: Request, reader: MultipartReader, files: FileStore) -
             for piece in reader.feed(data):
                 await _take(piece, form, files, upload)
         if not reader.is_whole:
-            raise invalid(None, "the body is no multipart/form-data: it ends within a part", "invalid_multipart")
+            raise invalid(
+                None,
+                "the body is no multipart/form-data: it ends within a part; end it with the boundary",
+                "invalid_multipart",
+            )
         if not form.has_file:
             raise invalid("file", "you must provide the parameter file", "missing_required_parameter")
         kept_s = _check(form)

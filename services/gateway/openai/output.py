@@ -165,7 +165,8 @@ async def output_grammar(body: GenerationBody, model: ModelText, tools: ToolPlan
         field, grammar = "tools", tools.grammar
     for name in ("ignore_eos", "min_tokens"):
         if grammar and getattr(body, name):
-            raise invalid(name, f"{name} cannot be combined with structured output, which ends where it is complete")
+            text = f"{name} cannot be combined with structured output, which ends where it is complete; leave it out"
+            raise invalid(name, text)
     return field, grammar
 
 

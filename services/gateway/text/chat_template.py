@@ -123,7 +123,9 @@ class ChatTemplate:
             text, separator, _ = text.rpartition(hiding.end)
             if not separator:
                 field = "continue_final_message"
-                raise invalid(field, f"{field}: the model's chat template does not show the final message")
+                raise invalid(
+                    field, f"{field}: the model's chat template does not show the final message; leave it out"
+                )
         count = 0
         if self._pattern is not None:
             text, count = self._pattern.subn(lambda match: self._new_names[match.group()], text)
@@ -133,7 +135,8 @@ class ChatTemplate:
             raise untokenizable("messages", error) from error
         ids = [self._original_id.get(id_, id_) for id_ in ids]
         if hiding.is_used and sum(id_ in self._special_ids for id_ in ids) != count:
-            raise invalid("messages", "a message contains the text of a control token that cannot be encoded as text")
+            text = "a message contains the text of a control token that cannot be encoded as text; leave that text out"
+            raise invalid("messages", text)
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
@@ -157,7 +160,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise invalid("messages", f"the model's chat template refused the messages: {error}") from error
         except Exception as error:  # a template is a program; it must not bring the gateway down
-            raise invalid("messages", f"the model's chat template cannot render the messages: {error}") from error
+            text = f"the model's chat template cannot render the messages: {error}; send plainer ones, or a prompt"
+            raise invalid("messages", text) from error
 
 
 class _HiddenTokens:

@@ -76,7 +76,7 @@ def read_coefficients(path: Path) -> Linear:
     try:
         given = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
+        raise ValueError(f"{path}: {error.strerror}; give a file that can be read") from error
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(given, dict) or not set(given) <= set(COEFFICIENTS) or "c0" not in given:
@@ -114,7 +114,7 @@ def fit_step_log(path: Path) -> Linear:
                     f"{path}, line {number}: not a line of a step log: {error!r}; give a worker's --step-log"
                 ) from error
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
+        raise ValueError(f"{path}: {error.strerror}; give a file that can be read") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text ({error.reason}); give a worker's --step-log") from error
     table = np.array([row for row in rows if row[1] > 0], np.float64).reshape(-1, 4)

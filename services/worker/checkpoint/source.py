@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels.ops import Groups
 from services.worker.checkpoint.fingerprint import Span
 from shared.errors import ModelError
-from shared.models.model_files import read_bounded, read_json
+from shared.models.model_files import AGAIN, read_bounded, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -270,7 +270,7 @@ def read_into(found: Tensor, path: Path, name: str, start: int, report: Callable
         while into.nbytes:
             count = file.readinto(into[:PIECE_BYTES])
             if not count:
-                raise ModelError(f"{path}: cannot read tensor {name}: the file is cut off")
+                raise ModelError(f"{path}: cannot read tensor {name}: the file is cut off; {AGAIN}")
             into = into[count:]
             report(count)
 
@@ -332,14 +332,14 @@ def _shards(model: Path) -> list[str]:
         )
     shards = read_json(model / INDEX).get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        raise ModelError(f"{model / INDEX} holds no weight_map")
+        raise ModelError(f"{model / INDEX} holds no weight_map; {AGAIN}")
     for name in shards.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise ModelError(f"{model / INDEX}: {json.dumps(name)} is no file name")
+            raise ModelError(f"{model / INDEX}: {json.dumps(name)} is no file name; {AGAIN}")
     names = sorted(set(shards.values()))
     for name in names:
         if not (model / name).is_file():
-            raise ModelError(f"{model}: shard {name} of {INDEX} is missing")
+            raise ModelError(f"{model}: shard {name} of {INDEX} is missing; fetch the model again")
     return names
 
 
@@ -352,7 +352,9 @@ def _header(path: Path) -> tuple[int, dict[str, _Place]]:
             if size < 8 or length > size - 8:
                 raise ValueError("the file may be cut off")
             if length > HEADER_BYTES:
-                raise ValueError(f"its header has {length} bytes, more than {HEADER_BYTES}; split it into shards")
+                raise ModelError(
+                    f"{path}: its header has {length} bytes, more than {HEADER_BYTES}; split it into shards"
+                )
             entries = json.loads(file.read(length))
         if not isinstance(entries, dict):
             raise ValueError("its header is no JSON object")
@@ -363,7 +365,7 @@ def _header(path: Path) -> tuple[int, dict[str, _Place]]:
                 raise ValueError("the file may be cut off")
         _check_apart(places)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
+        raise ModelError(f"cannot read {path}: {error}; {AGAIN}") from error
     return size, places
 
 
@@ -372,7 +374,7 @@ def _check_apart(places: dict[str, _Place]) -> None:
     end, last = 0, ""
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].size)):
         if place.size and place.start < end:
-            raise ValueError(f"its tensors {last[:100]} and {name[:100]} overlap; fetch or convert the file again")
+            raise ValueError(f"its tensors {last[:100]} and {name[:100]} overlap")
         if place.size:
             end, last = place.start + place.size, name
 

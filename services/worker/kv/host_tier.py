@@ -65,7 +65,7 @@ class HostTier:
             if other.partition("/")[0] != said[0].partition("/")[0]:
                 raise ConfigurationError(
                     f"rank {rank} of the replica has another --worker-role, --host-blocks or --kv-share-dir than rank "
-                    "0: ranks that share host tiers have to be on one host and to name one folder"
+                    "0; give all ranks the same, on one host"
                 )
         self.name = said[0].rpartition(" ")[2]
 

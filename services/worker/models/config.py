@@ -19,7 +19,7 @@ from shared.errors import ConfigurationError, ModelError
 from shared.models.fields import Fields
 from shared.models.gguf.config import biases_of, config_of, rope_factors
 from shared.models.gguf.reader import GgufFile, is_gguf, open_gguf
-from shared.models.model_files import read_json
+from shared.models.model_files import AGAIN, read_json
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 4096
@@ -115,7 +115,8 @@ def load_config(model: Path) -> DecoderConfig:
         where = str(model / "config.json")
         return parse_config(read_json(model / "config.json"), where)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ModelError(f"{where} does not hold what a config holds: {type(error).__name__}: {error}") from error
+        problem = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{where} does not hold what a config holds: {problem}; {AGAIN}") from error
 
 
 def _of_gguf(file: GgufFile) -> DecoderConfig:
@@ -142,21 +143,26 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
         raise ModelError(f"{where}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     if family.text_config:
-        raw = {**{key: raw[key] for key in BESIDE_TEXT if key in raw}, **Fields(raw, where).fields("text_config")}
+        raw = {
+            **{key: raw[key] for key in BESIDE_TEXT if key in raw},
+            **Fields(raw, where, remedy=AGAIN).fields("text_config"),
+        }
         where = f"{where}: text_config"
     renamed = {key: raw[name] for key, name in family.field_names.items() if name in raw}
     ignored = family.field_names.keys() - EITHER_NAME
     raw = {**family.defaults, **{key: value for key, value in raw.items() if key not in ignored}, **renamed}
-    read = Fields(raw, where, family.field_names)
+    read = Fields(raw, where, family.field_names, AGAIN)
     _refuse_unsupported(read, family)
     hidden = read.integer("hidden_size")
     heads = read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads", heads)
     if raw.get("head_dim") is None and hidden % heads:
-        raise ModelError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+        raise ModelError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; {AGAIN}")
     head_dim = read.integer("head_dim", hidden // heads)
     if heads % kv_heads:
-        raise ModelError(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise ModelError(
+            f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}; {AGAIN}"
+        )
     layers = read.integer("num_hidden_layers", most=MAX_LAYERS)
     context = read.integer("max_position_embeddings", 2048, least=1 + family.position_offset * family.is_encoder)
     if family.is_encoder:
@@ -263,7 +269,9 @@ def _windows(read: Fields, family: Family, layers: int) -> tuple[int, ...]:
             )
         kinds = expected
     if "sliding_attention" in kinds and not window:
-        raise ModelError(f"{where}: layer_types has sliding_attention, but sliding_window is null or switched off")
+        raise ModelError(
+            f"{where}: layer_types has sliding_attention, but sliding_window is null or switched off; {AGAIN}"
+        )
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 
@@ -271,12 +279,13 @@ def _mixture(read: Fields, family: Family, names: ExpertNames, layers: int) -> M
     experts, top_k = read.integer("num_experts", most=MAX_EXPERTS), read.integer("num_experts_per_tok")
     if top_k > experts:
         raise ModelError(
-            f"{read.source}: num_experts_per_tok {top_k} is more than {read.name('num_experts')} {experts}; "
-            "fetch config.json again"
+            f"{read.source}: num_experts_per_tok {top_k} is more than {read.name('num_experts')} {experts}; {AGAIN}"
         )
     dense = read.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(index) is int for index in dense):
-        raise ModelError(f"{read.source}: mlp_only_layers is {json.dumps(dense)[:60]}, expected a list of layers")
+        raise ModelError(
+            f"{read.source}: mlp_only_layers is {json.dumps(dense)[:60]}, expected a list of layers; {AGAIN}"
+        )
     step = read.integer("decoder_sparse_step", 1)
     return Mixture(
         names=names,
@@ -308,7 +317,7 @@ def _ropes(read: Fields, family: Family, head_dim: int) -> tuple[Rope | None, Ro
     if not family.local_rope:
         return _rope({**beside, **(scaling or settings)}, read, family, head_dim), None
     # The bases of Gemma 3's layers where none is given (transformers, models/gemma3/configuration_gemma3.py).
-    kinds = Fields(settings, read.source)
+    kinds = Fields(settings, read.source, remedy=AGAIN)
     whole = {"rope_theta": raw.get("rope_theta") or 1e6, **kinds.fields("full_attention"), **scaling}
     local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4, **kinds.fields("sliding_attention")}
     return _rope(whole, read, family, head_dim), _rope(local, read, family, head_dim)
@@ -316,10 +325,13 @@ def _ropes(read: Fields, family: Family, head_dim: int) -> tuple[Rope | None, Ro
 
 def _rope(raw: dict[str, Any], whole: Fields, family: Family, head_dim: int) -> Rope:
     """Return the rotary embedding that `raw` describes; `whole` is all of config.json."""
-    where, fields = whole.source, Fields(raw, whole.source)
+    where, fields = whole.source, Fields(raw, whole.source, remedy=AGAIN)
     if any(isinstance(value, dict) for value in raw.values()):
         kinds = ", ".join(key for key, value in raw.items() if isinstance(value, dict))
-        raise ModelError(f"{where}: rope settings per layer type ({kinds}) are not supported for this architecture")
+        raise ModelError(
+            f"{where}: rope settings per layer type ({kinds}) are not supported for this architecture; "
+            "choose another model"
+        )
     kind = fields.text("rope_type", fields.text("type", "default"))
     if kind not in family.rope_types:
         raise ModelError(
@@ -342,14 +354,14 @@ def _rope(raw: dict[str, Any], whole: Fields, family: Family, head_dim: int) -> 
         "original_max_position_embeddings", fields.integer("original_max_position_embeddings", context)
     )
     if raw.get("factor") is None and kind != "yarn":
-        raise ModelError(f"{where}: rope_type {kind!r} needs a factor")
+        raise ModelError(f"{where}: rope_type {kind!r} needs a factor; {AGAIN}")
     factor = fields.number("factor", 1e-3, 1e6, context / original)
     if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= raw.keys():
-        raise ModelError(f"{where}: rope_type 'llama3' needs low_freq_factor and high_freq_factor")
+        raise ModelError(f"{where}: rope_type 'llama3' needs low_freq_factor and high_freq_factor; {AGAIN}")
     low = fields.number("low_freq_factor", 1e-3, 1e6, 1.0)
     high = fields.number("high_freq_factor", 1e-3, 1e6, 4.0)
     if kind == "llama3" and high <= low:
-        raise ModelError(f"{where}: high_freq_factor {high} must be more than low_freq_factor {low}")
+        raise ModelError(f"{where}: high_freq_factor {high} must be more than low_freq_factor {low}; {AGAIN}")
     return replace(
         rope,
         factor=factor,

@@ -24,7 +24,7 @@ from services.worker.parallel.state import ParallelState
 from services.worker.quantization.base import LinearMethod
 from shared.errors import ModelError
 from shared.models.fields import Fields
-from shared.models.model_files import read_json
+from shared.models.model_files import AGAIN, read_json
 
 MEAN, CLS = "mean", "cls"
 LEAST_LENGTH = 1e-12
@@ -57,7 +57,7 @@ def read_pooling(model: Path) -> Pooling:
 
 def _kind(path: Path) -> str:
     raw = read_json(path)
-    read = Fields(raw, str(path))
+    read = Fields(raw, str(path), remedy=AGAIN)
     switched = [key.removeprefix("pooling_mode_") for key in raw if key.startswith("pooling_mode_") and read.flag(key)]
     named = {"mean_tokens": MEAN, "cls_token": CLS, MEAN: MEAN, CLS: CLS}
     kinds = switched or [read.text("pooling_mode", MEAN)]

@@ -58,7 +58,9 @@ class Place:
         try:
             return {rank: self.store.get(f"address/{rank}").decode() for rank in range(1, self.size)}
         except DistStoreError as error:
-            raise ConfigurationError(f"not all of the {self.size} ranks came within {MEET_S:.0f} s") from error
+            raise ConfigurationError(
+                f"not all of the {self.size} ranks came within {MEET_S:.0f} s; see why in the logs of the others"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -75,7 +77,7 @@ def join_group(settings: WorkerSettings) -> Iterator[Place | None]:
             f"WORLD_SIZE={ranks.world_size}, but --tp {settings.tp} x --pp {settings.pp} is {size} ranks; start as many"
         )
     if ranks.rank >= size:
-        raise ConfigurationError(f"RANK={ranks.rank}, but the replica has the ranks 0 to {size - 1}")
+        raise ConfigurationError(f"RANK={ranks.rank}, but the replica has the ranks 0 to {size - 1}; start as many")
     if size == 1:
         yield None
         return
@@ -111,7 +113,9 @@ def _rank_settings() -> RankSettings:
         return RankSettings()
     except ValidationError as error:
         said = "; ".join(f"{str(item['loc'][0]).upper()}={item['input']!r}: {item['msg']}" for item in error.errors())
-        raise ConfigurationError(f"the variables by which torchrun says which rank this is: {said}") from None
+        raise ConfigurationError(
+            f"the variables by which torchrun says which rank this is: {said}; unset them, or start with torchrun"
+        ) from None
 
 
 def _store_of_torchrun(ranks: RankSettings) -> Store:
@@ -123,7 +127,8 @@ def _store_of_torchrun(ranks: RankSettings) -> Store:
         )
     except (DistStoreError, RuntimeError) as error:
         raise ConfigurationError(
-            f"no ranks can meet at MASTER_ADDR={ranks.master_addr} MASTER_PORT={ranks.master_port}: {error}"
+            f"no ranks can meet at MASTER_ADDR={ranks.master_addr} MASTER_PORT={ranks.master_port}: {error}; "
+            "give the address of rank 0 and a free port there"
         ) from error
     return _prefix_store(store, ranks.torchelastic_restart_count)
 

@@ -91,8 +91,8 @@ class Ranks:
                 ours, theirs = getattr(info, name), getattr(rank.info, name)
                 if ours != theirs:
                     raise ConfigurationError(
-                        f"rank {rank.rank} has {name} {theirs} and rank 0 {ours}: all ranks need one model and one set "
-                        "of settings"
+                        f"rank {rank.rank} has {name} {theirs} and rank 0 {ours}; give all ranks one model and one "
+                        "set of settings"
                     )
 
     def forward(self, step: worker_pb2.Step) -> None:

@@ -30,7 +30,9 @@ class Mxfp4(StoredMethod):
         if matrix.stack is None:
             raise ModelError(f"{source.model}: {name}.weight is missing, MXFP4 holds experts alone; fetch it again")
         if inputs % GROUP:
-            raise ModelError(f"{source.model}: {name} has {inputs} inputs, MXFP4 packs multiples of {GROUP}")
+            raise ModelError(
+                f"{source.model}: {name} has {inputs} inputs, MXFP4 packs multiples of {GROUP}; choose another model"
+            )
         shape = (matrix.stack.count, outputs, inputs // GROUP)
         source.check(f"{name}_blocks", (*shape, BYTES), BYTE)
         source.check(f"{name}_scales", shape, BYTE)

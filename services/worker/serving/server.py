@@ -224,6 +224,7 @@ def bind(server: grpc.Server, option: str, listen: str, credentials: grpc.Server
         port = server.add_secure_port(listen, credentials) if credentials else insecure(listen)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"cannot listen on {listen} ({option}): the port is in use or the address is not this machine's"
+            f"cannot listen on {listen} ({option}): the port is in use or the address is not this "
+            "machine's; give another"
         ) from error
     return f"{listen.rpartition(':')[0]}:{port}"

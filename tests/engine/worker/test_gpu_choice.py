@@ -332,7 +332,7 @@ def test_default_gpu_host_tier_is_pinned_in_seconds() -> None:
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"),
-        CudaError("40.0 GiB of main memory cannot be pinned: lower --host-blocks"),
+        CudaError("40.0 GiB of main memory cannot be pinned; lower --host-blocks"),
         BuildError("no g++ is installed to compile the emulated kernels with"),
     ],
 )

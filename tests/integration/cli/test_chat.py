@@ -203,7 +203,7 @@ def test_refusals_are_told_in_the_servers_words_and_forgotten(server: OpenAI) ->
     assert said(server.bodies[1]) == [("user", "Ho")]
     server.refusal, server.broken = None, True
     terminal = talk(server, "Hi")
-    assert "error: the connection ended before the answer did" in terminal.notes
+    assert "error: the connection ended before the answer did; send the message again" in terminal.notes
 
 
 def test_key_is_asked_for_and_never_shown(server: OpenAI) -> None:

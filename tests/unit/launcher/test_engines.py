@@ -115,7 +115,7 @@ def test_users_beside_an_address_with_a_user_are_refused(url: str, tmp_path: Pat
 
 
 def test_address_that_redis_cannot_parse_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"^ORCINUS_REDIS_URL: Invalid value for 'db' in connection URL\."):
+    with pytest.raises(ConfigurationError, match=r"^ORCINUS_REDIS_URL: Invalid value for 'db' in connection URL; "):
         RedisUsers(GatewaySettings(redis_url=URL + "?db=first"), None)
 
 

@@ -77,10 +77,10 @@ def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (lambda made: setattr(made, "version", SimpleNamespace(cuda=None)), "a build without CUDA: install one"),
+        (lambda made: setattr(made, "version", SimpleNamespace(cuda=None)), "a build without CUDA; run make install"),
         (
             lambda made: setattr(made.cuda.init, "side_effect", RuntimeError("driver too old")),
-            "driver too old .*doctor",
+            "driver too old; run `orcinus doctor`",
         ),
         (lambda made: setattr(made.cuda.device_count, "return_value", 0), "GPU 0 is asked for, 0 are here"),
         (lambda made: setattr(made.cuda.get_device_capability, "return_value", (7, 5)), r"capability 7\.5.*need 8\.0"),
@@ -96,7 +96,7 @@ def test_gpu_that_cannot_be_used_is_refused_with_a_remedy(
 
 def test_a_missing_cupy_is_named(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     without_cupy(monkeypatch)
-    with pytest.raises(CudaError, match=r"CuPy is not installed \(make install DEVICE=cuda"):
+    with pytest.raises(CudaError, match=r"CuPy is not installed \(.*\); run make install DEVICE=cuda"):
         CudaDevice()
 
 
@@ -252,7 +252,7 @@ def test_large_pinned_memory_is_exactly_as_large_and_given_back(fake: Torch) -> 
     assert runtime.cudaHostUnregister.mock_calls == [call(address)]
     assert fake.cuda.synchronize.mock_calls == [call(torch.device("cuda", 0))], "a copy may be under way"
     runtime.cudaHostRegister.return_value = 2
-    with pytest.raises(CudaError, match=r"0\.5 GiB of main memory cannot be pinned .2.: lower --host-blocks"):
+    with pytest.raises(CudaError, match=r"0\.5 GiB of main memory cannot be pinned .2.; lower --host-blocks"):
         device.pinned((1 << 29,), torch.uint8)
 
 
@@ -273,7 +273,7 @@ def test_foreign_memory_is_registered_by_its_use_and_given_back(
     runtime.hostRegister.side_effect = runtime.CUDARuntimeError("no")
     assert device.registered(memory, read_only=True) is memory
     assert "cannot be pinned (no): copies from it make the worker wait" in caplog.text
-    with pytest.raises(CudaError, match=r"cannot be pinned .no.: lower --host-blocks"):
+    with pytest.raises(CudaError, match=r"cannot be pinned .no.; lower --host-blocks"):
         device.registered(memory)
 
 

@@ -166,7 +166,7 @@ def test_image_without_compiler_runs_and_says_what_other_architectures_need(imag
 
 def test_without_cupy_what_installs_it_is_named(image: Path) -> None:
     said = without(image, "sm_90", ("cupy", "cupy_backends", "cupy_backends.cuda.libs"), "")
-    assert said.startswith("CudaError: ") and "CuPy is not installed (make install DEVICE=cuda" in said
+    assert said.startswith("CudaError: ") and "CuPy is not installed (" in said
 
 
 def test_a_source_that_does_not_compile_ends_the_image(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
