@@ -20,6 +20,7 @@ import redis
 
 from services.launcher.redis_server import find_binary
 from shared.keys import Keys
+from tests.support.kept_bytes import kept_bytes
 from tests.support.launcher import settings_env
 from tests.support.waiting import free_port, until
 
@@ -170,8 +171,7 @@ class Stack:
             stats, queue = self.stats(), client.hgetall(self.keys.queue)
             work = {stats.get(field) for field in ("running", "waiting", "in_flight")}
             entries = [client.xlen(stream) for stream in self.keys.request_streams()]
-            kept = client.xrange(self.keys.queue_kept)  # behind the end of their requests
-            held = int(queue.pop(b"bytes", 0)) - sum(int(row[b"bytes"]) for _, row in kept)
+            held = int(queue.pop(b"bytes", 0)) - kept_bytes(client.xrange(self.keys.queue_kept))
             return work == {"0"} and held == 0 and set(queue.values()) <= {b"0"} and not any(entries)
 
         until("the stack is quiet", quiet, 60)

@@ -13,6 +13,7 @@ from shared.keys import CLASSES, GROUP
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.history import Rest
 from tests.chaos.harness.target.stack import NotReadyError, Stack
+from tests.support.kept_bytes import kept_bytes
 
 SEQUENCES = ("running", "waiting", "swapped", "parked", "in_flight", "blocks_draining")
 
@@ -30,7 +31,7 @@ async def observe(stack: Stack) -> Rest:
     queue = {name: int(value) for name, value in (await stack.hash(keys.queue)).items()}
     kept: Any = await redis.xrange(keys.queue_kept)  # behind the ends of requests
     if kept:
-        queue["bytes"] = queue.get("bytes", 0) - sum(int(row[b"bytes"]) for _, row in kept)
+        queue["bytes"] = queue.get("bytes", 0) - kept_bytes(kept)
     entries = {name: int(await redis.xlen(keys.requests(name))) for name in CLASSES}
     pending = {name: int((await redis.xpending(keys.requests(name), GROUP))["pending"]) for name in CLASSES}
     known: list[bytes] = [key async for key in redis.scan_iter(count=1000)]

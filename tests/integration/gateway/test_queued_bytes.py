@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from services.gateway.request import KEPT_KEY_BYTES
-from shared.keys import Keys
 from tests.integration.conftest import KEY, OTHER
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway.process import GatewayProcess, led_gateway
+from tests.support.kept_bytes import kept_bytes
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import CANCELLED, ERROR, LENGTH, Line, ScriptedScheduler
 
@@ -41,11 +41,6 @@ def attacked(
     with led_gateway(tmp_path, model, redis_server, api_key_file=tmp_path / "keys") as (gateway, scheduler):
         gateway.key = KEY
         yield gateway, scheduler
-
-
-def kept_bytes(client: Any, keys: Keys) -> int:
-    """Return what is counted of requests that have ended."""
-    return sum(int(row[b"bytes"]) for _, row in client.xrange(keys.queue_kept))
 
 
 def with_schema(gateway: GatewayProcess, first: int = 0, **options: Any) -> httpx.Response:
@@ -84,7 +79,9 @@ def test_tenant_that_fills_redis_with_schemas_is_429_alone(
             scheduler.publish(line, ended=[(request_id, [line.finish], [0])])
         else:
             scheduler.serve(claimed, [50])
-    assert int(client.hget(keys.queue, "bytes")) == kept_bytes(client, keys) < 0.05 * held, "without their schemas"
+    assert int(client.hget(keys.queue, "bytes")) == kept_bytes(client.xrange(keys.queue_kept)) < 0.05 * held, (
+        "without their schemas"
+    )
     assert with_schema(gateway).status_code == 202
     scheduler.serve(scheduler.claim(), [50])
 
@@ -103,7 +100,7 @@ def test_schema_of_many_requests_counts_once(attacked: tuple[GatewayProcess, Scr
         claimed = scheduler.claim()
         assert claimed.id == request_id
         scheduler.serve(claimed, [50])
-    assert int(client.hget(keys.queue, "bytes")) == kept_bytes(client, keys) < 101 * 2000
+    assert int(client.hget(keys.queue, "bytes")) == kept_bytes(client.xrange(keys.queue_kept)) < 101 * 2000
     assert not client.exists(keys.queue_grammars)
 
 

@@ -22,6 +22,7 @@ from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings
 from shared.wire.columns import pack
 from tests.integration.redis.script_calls import KEYS, enqueue, publication
+from tests.support.kept_bytes import kept_bytes
 from tests.support.stack import RedisServer
 
 SHARDS = ("shard-0", "shard-1", "shard-2")
@@ -217,7 +218,7 @@ class World:
         assert {b"requests:" + name: b"%d" % count for name, count in named.items()}.items() <= found.items()
         assert len(found) == 3 * len(named)
         stored = sum(int(row[b"bytes"]) for _, row in rows) + sum(map(len, texts.values()))
-        stored += sum(int(row[b"bytes"]) for _, row in await self.redis.xrange(KEYS.queue_kept))
+        stored += kept_bytes(await self.redis.xrange(KEYS.queue_kept))
         assert int(queue.get(b"bytes", 0)) == int(await self.redis.hget(KEYS.queue_bytes, "alice") or 0) == stored
         assert int(await self.redis.hget(KEYS.bucket("alice"), "running") or 0) == len(live)
 
