@@ -85,7 +85,7 @@ def measure(client: redis.Redis, iterations: int) -> dict[str, float]:
                     break
                 last = rows[0][1][-1][0]
         with _spent(client, spent, "checkpoint"):
-            publisher._publish(Outcome(checkpoints=_checkpoints(publisher)))
+            publisher.publish(Outcome(checkpoints=_checkpoints(publisher)))
         with _spent(client, spent, "end"):
             publisher.step(Finish.LENGTH)
     requests = RUNNING * waves
@@ -101,7 +101,7 @@ def measure(client: redis.Redis, iterations: int) -> dict[str, float]:
 
 def _checkpoints(publisher: Publisher) -> list[Any]:
     tokens = np.arange(CHECKPOINT, dtype=np.int32)
-    return [(request.id, 0, 0, tokens) for request in publisher._requests]
+    return [(request.id, 0, 0, tokens) for request in publisher.requests]
 
 
 async def _calls(keys: Keys, names: list[str]) -> list[tuple[list[str], list[Value]]]:

@@ -36,7 +36,7 @@ class Publisher:
         self._client, self._keys = client, keys
         self._text = np.asarray(text, np.int32)
         self._scripts = {name: client.register_script(source(name)) for name in _SCRIPTS}
-        self._requests: list[NewRequest] = []
+        self.requests: list[NewRequest] = []  # claimed
         self._entries: dict[str, Entry] = {}
         self._starts = np.zeros(0, np.int64)
         self.published_s: list[float] = []  # by iteration: when its script was called
@@ -57,31 +57,31 @@ class Publisher:
     def claim(self, count: int, meanwhile: Callable[[], None]) -> None:
         """Take this number of requests. meanwhile: called repeatedly during the wait. Raises TimeoutError."""
         end = time.monotonic() + CLAIM_S
-        self._requests, self._entries, self.published_s = [], {}, []
+        self.requests, self._entries, self.published_s = [], {}, []
         streams: dict[Any, Any] = dict.fromkeys(self._keys.request_streams(), ">")
-        while len(self._requests) < count:
+        while len(self.requests) < count:
             meanwhile()
             found: Any = self._client.xreadgroup(GROUP, SHARD, streams, count=count, block=20)
             for stream, rows in found:
                 for entry, fields in rows:
                     self._take(stream.decode(), entry.decode(), queue_pb2.Request.FromString(fields[b"r"]))
             if time.monotonic() > end:
-                raise TimeoutError(f"{len(self._requests)} of {count} requests came within {CLAIM_S:.0f} s")
+                raise TimeoutError(f"{len(self.requests)} of {count} requests came within {CLAIM_S:.0f} s")
         self._starts = self.START_STEP * np.arange(count)
-        self._publish(Outcome(started_ids=[request.id for request in self._requests]))
+        self.publish(Outcome(started_ids=[request.id for request in self.requests]))
 
     def _take(self, stream: str, entry: str, request: queue_pb2.Request) -> None:
         self._run("claim", [self._keys.lease(SHARD)], [self._epoch, SHARD, self._keys.req(request.id)])
         prompts = [unpack(column) for column in request.prompts.tokens]
-        self._requests.append(NewRequest(request.id, prompts, request.max_tokens, gateway=request.gateway))
+        self.requests.append(NewRequest(request.id, prompts, request.max_tokens, gateway=request.gateway))
         self._entries[request.id] = Entry(stream, entry, request)
 
     def step(self, finish: Finish = Finish.RUNNING) -> None:
         """Publish an iteration with a token for each request. A finish ends the requests and writes the records."""
-        index, count = len(self.published_s), len(self._requests)
+        index, count = len(self.published_s), len(self.requests)
         outcome = Outcome(
-            requests=self._requests,
-            gateways=[request.gateway for request in self._requests],
+            requests=self.requests,
+            gateways=[request.gateway for request in self.requests],
             choices=np.zeros(count, np.int32),
             first_indices=np.full(count, index, np.int32),
             counts=np.ones(count, np.int32),
@@ -89,12 +89,12 @@ class Publisher:
             finish=np.full(count, finish, np.uint8),
         )
         if finish:
-            for row, request in enumerate(self._requests):
+            for row, request in enumerate(self.requests):
                 tokens = np.asarray(self.tokens_of(row, index + 1), np.int32)
                 outcome.checkpoints.append((request.id, 0, 0, tokens))
                 outcome.ended_requests.append(FinishedRequest(request, [tokens], [finish]))
         self.published_s.append(time.monotonic())
-        self._publish(outcome)
+        self.publish(outcome)
 
     def tokens_of(self, row: int, count: int) -> list[int]:
         """Return the first tokens of the answer to the request in row `row`."""
@@ -103,9 +103,10 @@ class Publisher:
 
     def row_of(self, request_id: str) -> int:
         """Return the row of a claimed request."""
-        return next(row for row, request in enumerate(self._requests) if request.id == request_id)
+        return next(row for row, request in enumerate(self.requests) if request.id == request_id)
 
-    def _publish(self, outcome: Outcome) -> None:
+    def publish(self, outcome: Outcome) -> None:
+        """Write what an iteration brought."""
         step = len(self.published_s)
         given = arguments([(step, outcome)], self._epoch, self._keys.prefix, self._entries)
         self._run("publish", [self._keys.lease(SHARD), self._keys.queue], given)

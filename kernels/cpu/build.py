@@ -156,14 +156,14 @@ def native_flags() -> list[str]:
 
 def prebuilt_path(variant: Variant) -> Path:
     """Return where an image has the library of a variant, made of these very sources."""
-    return PREBUILT / f"{variant.name}-{_digest(source_files(), variant.flags)}.so"
+    return PREBUILT / f"{variant.name}-{source_digest(source_files(), variant.flags)}.so"
 
 
 @_refusals()
 def compile_cached(compiler: str, flags: Sequence[str], machine: str) -> Path:
     """Compile unless that was done before. `machine` goes into the name. Raise BuildError."""
     version = run_command([compiler, "-dumpfullversion", "-dumpmachine"])
-    target = _cache_path(f"{_digest(source_files(), flags, version, machine)}.so")
+    target = _cache_path(f"{source_digest(source_files(), flags, version, machine)}.so")
     if not target.is_file():
         with alone(target.parent / "lock"):
             if not target.is_file():
@@ -267,7 +267,7 @@ def source_files() -> list[Path]:
     return sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
 
 
-def _digest(sources: Sequence[Path], *more: str | Sequence[str]) -> str:
+def source_digest(sources: Sequence[Path], *more: str | Sequence[str]) -> str:
     digest = hashlib.sha256(repr((FLAGS, more)).encode())
     for path in sources:
         digest.update(f"{path.name}\n".encode() + path.read_bytes())

@@ -104,8 +104,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self.name = "cuda" if gpu.torch_device.type == "cuda" else "emulator"
         self._main = gpu.main
         self._staging = Staging(gpu)
-        self._last_tokens = gpu.empty((MAX_SLOTS,), torch.int32)  # of each slot
-        self._main.run(self._last_tokens.zero_)
+        self.last_tokens = gpu.empty((MAX_SLOTS,), torch.int32)  # of each slot
+        self._main.run(self.last_tokens.zero_)
         self._low_rank_room = LowRankRoom(gpu)
         self._samplers: dict[int, Sampler] = {}
         self._attention = PagedAttention(gpu, self._staging)
@@ -247,9 +247,9 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             scale=scale,
             places=pointer(position_embeddings),
             positions=columns.address("positions"),
-            last_tokens=self._last_tokens.data_ptr(),
+            last_tokens=self.last_tokens.data_ptr(),
         )
-        launch(self._main, call, weight, out, columns.tensor, position_embeddings, self._last_tokens)
+        launch(self._main, call, weight, out, columns.tensor, position_embeddings, self.last_tokens)
         return out
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -414,7 +414,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return found.cpu().numpy()
 
     def sample_later(self, logits: Tensor, rows: SamplingRows, slots: Int32) -> Pending[Sampled]:
-        return self._sampler(logits).sample_later(logits, rows, slots, self._last_tokens)
+        return self._sampler(logits).sample_later(logits, rows, slots, self.last_tokens)
 
     def mark(self) -> Event:
         return self._main.record()

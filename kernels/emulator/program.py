@@ -169,7 +169,7 @@ def compiled(source: Path, include: tuple[Path, ...] = (), flags: tuple[str, ...
     headers = sorted(path for folder in folders for path in folder.iterdir() if path.suffix in (".h", ".cuh"))
     flags = (*FLAGS, *flags, *((str(compiled(CHECKER)),) if "-fsanitize=thread" in flags else ()))
     version = cpu_build.run_command([compiler, "-dumpfullversion", "-dumpmachine"])
-    digest = cpu_build._digest([source, *headers], flags, version)
+    digest = cpu_build.source_digest([source, *headers], flags, version)
     target = cpu_build.CACHE / "emulator" / f"{source.stem}-{digest}.so"
     if target.is_file():
         return target

@@ -246,7 +246,8 @@ def test_timings_are_the_devices_and_idle_is_between_flights(
     monkeypatch.setattr(engine.ops, "mark", lambda: later(1))
     monkeypatch.setattr(engine.ops, "prepare", lambda *given: (later(100), prepare(*given))[1])
     monkeypatch.setattr(engine, "compiled", lambda given, run=engine.compiled: (later(30), run(given))[1])
-    monkeypatch.setattr(engine, "_sample", lambda *given, run=engine._sample: (later(9), run(*given))[1])
+    sample = engine.ops.sample_later
+    monkeypatch.setattr(engine.ops, "sample_later", lambda *given: (later(9), sample(*given))[1])
     prompt = reference.prompts[0]
     ahead = Ahead(engine)
     in_flight = [ahead.submit({0: (0, len(prompt))}, enters=[entering(0, prompt)]), ahead.submit({0: (len(prompt), 1)})]

@@ -17,6 +17,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 START_S = 1_800_000_000.0
@@ -36,13 +37,23 @@ class StuckError(Exception):
     """The run does not end: no process has anything to do, or one never rests."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a handle stands for."""
+
+    handle: asyncio.Handle
+    context: contextvars.Context
+    callback: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
 class Process:
     """One simulated process: its tasks share a fate. `kill` ends it as SIGKILL does: no `finally` of it runs."""
 
     def __init__(self, loop: Loop, name: str) -> None:
         self.name = name
         self.loop = loop
-        self.queue: deque[asyncio.Handle] = deque()
+        self.queue: deque[_Call] = deque()
         self.paused = False
         self.dead = False
         self.signals: dict[int, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
@@ -109,7 +120,7 @@ class Loop(asyncio.BaseEventLoop):
         self.trace: deque[str] = deque(maxlen=TRACE)
         self.tasks: list[asyncio.Task[Any]] = []
         self._digest = hashlib.blake2b(digest_size=16)
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, _Call]] = []
         self._order = 0
         self._nothing = Process(self, "-")
         self._runnable: list[Process] = []
@@ -141,17 +152,18 @@ class Loop(asyncio.BaseEventLoop):
         if can_run != (process in self._runnable):
             (self._runnable.append if can_run else self._runnable.remove)(process)
 
-    def _enqueue(self, handle: asyncio.Handle) -> None:
-        process = handle._context.get(current) or self._nothing  # type: ignore[attr-defined]
+    def _enqueue(self, call: _Call) -> None:
+        process = call.context.get(current) or self._nothing
         if process.dead:
             return
-        process.queue.append(handle)
+        process.queue.append(call)
         if len(process.queue) == 1:
             self.settle(process)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        context = contextvars.copy_context() if context is None else context
         handle = asyncio.Handle(callback, args, self, context)
-        self._enqueue(handle)
+        self._enqueue(_Call(handle, context, callback, args))
         return handle
 
     call_soon_threadsafe = call_soon
@@ -160,9 +172,10 @@ class Loop(asyncio.BaseEventLoop):
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        context = contextvars.copy_context() if context is None else context
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         self._order += 1
-        heapq.heappush(self._timers, (when, self._order, handle))
+        heapq.heappush(self._timers, (when, self._order, _Call(handle, context, callback, args)))
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
@@ -175,21 +188,31 @@ class Loop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         timers, runnable = self._timers, self._runnable
         while timers and (not runnable or timers[0][0] <= BOOT_S + self.now_s):
-            when, _, handle = heapq.heappop(timers)
-            if not handle.cancelled():
+            when, _, call = heapq.heappop(timers)
+            if not call.handle.cancelled():
                 self.now_s = max(self.now_s, when - BOOT_S)
-                self._enqueue(handle)
+                self._enqueue(call)
         if not runnable:
             raise StuckError("no process has anything to do")
         self.callbacks += 1
         if self.callbacks > MAX_CALLBACKS:
             raise StuckError(f"more than {MAX_CALLBACKS} callbacks: a process never rests")
         process = runnable[int(self.random.random() * len(runnable))] if len(runnable) > 1 else runnable[0]
-        handle = process.queue.popleft()
+        call = process.queue.popleft()
         if not process.queue:
             runnable.remove(process)
-        if not handle.cancelled():
-            handle._run()
+        if not call.handle.cancelled():
+            self._run(call)
+
+    def _run(self, call: _Call) -> None:
+        """Call as a handle of asyncio does: an error goes to the loop's handler."""
+        try:
+            call.context.run(call.callback, *call.args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            what = f"Exception in callback {call.callback!r}"
+            self.call_exception_handler({"message": what, "exception": error, "handle": call.handle})
 
     def _write_to_self(self) -> None:
         """Nothing waits outside."""

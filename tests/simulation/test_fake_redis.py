@@ -36,7 +36,8 @@ class Both:
     def __init__(self, real: str) -> None:
         self.real = redis_client.Redis.from_url(real, protocol=2)
         self.replies: list[Any] = []
-        self.fake = Socket(Server(), self.replies.append)
+        self.data = Server()
+        self.fake = Socket(self.data, self.replies.append)
         self.entries: list[tuple[bytes, bytes]] = []  # ids of the same entry at both
         self.numbers: list[int] = []  # of each entry; equal where ids are, as in two streams within a millisecond
         self.epochs: dict[str, tuple[int, int]] = {}
@@ -195,7 +196,7 @@ def play(both: Both, seed: int, calls: int) -> None:
         elif name in held and kind == "release":
             stream, entry, _ = held[name]
             both.script("release", [lease, KEYS.queue], epoch, GROUP, KEYS.req(name), stream, entry, b"again")
-            ids = both.real.hget(KEYS.req(name), "entry"), both.fake._server.dbs[0].get(KEYS.req(name).encode())
+            ids = both.real.hget(KEYS.req(name), "entry"), both.data.dbs[0].get(KEYS.req(name).encode())
             if ids[0] and ids[1] is not None:
                 pair = ids[0], bytes(dict(ids[1].value.getall())[b"entry"])
                 if pair not in both.entries:

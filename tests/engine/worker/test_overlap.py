@@ -15,8 +15,7 @@ from protos import worker_pb2
 from services.worker.engine import STEPS_IN_FLIGHT, Engine
 from services.worker.in_flight import InFlightStep, InFlightSteps
 from services.worker.serving import pipeline
-from services.worker.serving.pipeline import Item, RunState
-from services.worker.serving.server import WorkerServer
+from services.worker.serving.pipeline import Item, Pipeline, RunState
 from shared.wire.columns import pack, unpack
 from tests.engine.late_engine import make_late_engine
 from tests.engine.worker.test_server import DEADLINE_S, Client, begun, chunk, first_step
@@ -149,8 +148,10 @@ def test_new_run_begins_while_steps_of_the_old_are_out(rpc: grpc.Channel, held: 
 
 
 def test_remains_of_an_older_run_acknowledge_no_copies(
-    rpc: grpc.Channel, server: WorkerServer, engine: Engine, held: Held
+    rpc: grpc.Channel, engine: Engine, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pipelines, put = [], Pipeline.put
+    monkeypatch.setattr(Pipeline, "put", lambda self, item: (pipelines.append(self), put(self, item))[1])
     older = RunState(epoch=0)
     older.end()
     run = Client(rpc, epoch=1)
@@ -158,7 +159,7 @@ def test_remains_of_an_older_run_acknowledge_no_copies(
     until("it is out", lambda: held.in_flight)
     engine.cache.copies[0].patience = 5
     for id in range(1, 5):
-        server._pipeline.put(Item(older, worker_pb2.Step(id=id), 0))
+        pipelines[0].put(Item(older, worker_pb2.Step(id=id), 0))
     held.go.set()
     assert unpack(next(run.call).swap_out_acks).tolist() == [3]
     run.call.cancel()

@@ -249,12 +249,13 @@ def test_record_is_refreshed_without_touching_shard_and_leaves_with_worker(
     assert not redis.client.exists(RECORD, ALIVE)
 
 
-def test_a_stopping_worker_leaves_the_record_of_its_successor(redis: RedisServer) -> None:
+def test_a_stopping_worker_leaves_the_record_of_its_successor(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.registration.REFRESH_S", LONG_MS / 1000)  # it registers once
     old, new = make_registration(redis.url, "old"), make_registration(redis.url, "new")
     old.start()
     until("the old one is there", lambda: redis.client.hget(RECORD, "identity") == b"old")
-    old._stop.set()
-    old._thread.join()
     new.refresh()
     old.stop()
     assert redis.client.hget(RECORD, "identity") == b"new"

@@ -6,8 +6,10 @@ Each rank here has a whole engine of its own, in this process; what they compute
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -131,26 +133,28 @@ def test_step_breaking_the_contract_ends_no_rank(replica: Replica, channel: grpc
     assert not replica.lost
 
 
-def test_leader_that_is_lost_ends_rank_in_middle_of_step(
-    replica: Replica, channel: grpc.Channel, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = Held(replica.engines[1], monkeypatch)
-    run = Client(channel, epoch=1)
-    run.send(1, **first_step(reference.prompts[0], 24))
-    assert held.reached.wait(CONNECT_S)
-    try:
-        replica.ranks._ranks[0].call.cancel()
-        until("the rank notices", lambda: any("rank 0 is lost" in line for line in replica.lost))
-    finally:
-        held.release()
-        run.call.cancel()
+def test_leader_that_is_lost_ends_rank_in_middle_of_step(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[str] = []
+    engine, steps = make_engine(reference.path, kv_blocks=64), queue.SimpleQueue[worker_pb2.Step | None]()
+    held = Held(engine, monkeypatch)
+    with following(engine, lost) as address, grpc.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.RankStub(channel).Follow(iter(steps.get, None), timeout=CONNECT_S)
+        steps.put(worker_pb2.Step(epoch=1, hello=worker_pb2.Hello(shard="shard-0")))
+        steps.put(worker_pb2.Step(epoch=1, id=1, **first_step(reference.prompts[0], 24)))
+        try:
+            assert held.reached.wait(CONNECT_S)
+            call.cancel()
+            until("the rank notices", lambda: lost)
+        finally:
+            held.release()
+            steps.put(None)
+    assert lost == ["rank 0 is lost: this rank ends itself"]
 
 
 @contextmanager
-def following(reference: Reference, kv_blocks: int, lost: list[str]) -> Iterator[str]:
+def following(engine: Engine, lost: list[str]) -> Iterator[str]:
     """Yield the address of a rank, which has ended by the end of the block."""
     follower = RankServer("127.0.0.1:0", on_lost=lost.append)
-    engine = make_engine(reference.path, kv_blocks=kv_blocks)
     thread = threading.Thread(target=follower.serve, args=(engine,), daemon=True)
     thread.start()
     yield follower.address
@@ -161,7 +165,10 @@ def following(reference: Reference, kv_blocks: int, lost: list[str]) -> Iterator
 def test_a_leader_with_steps_that_end_without_a_word_is_lost(reference: Reference) -> None:
     """So a call that broke off may look to the rank."""
     lost: list[str] = []
-    with following(reference, 64, lost) as address, grpc.insecure_channel(address) as channel:
+    with (
+        following(make_engine(reference.path, kv_blocks=64), lost) as address,
+        grpc.insecure_channel(address) as channel,
+    ):
         hello = worker_pb2.Step(epoch=1, hello=worker_pb2.Hello(shard="shard-0"))
         told = worker_pb2_grpc.RankStub(channel).Follow(iter([hello]), timeout=CONNECT_S)
         assert [followed.HasField("ready") for followed in told] == [True]
@@ -169,14 +176,36 @@ def test_a_leader_with_steps_that_end_without_a_word_is_lost(reference: Referenc
     assert lost == ["rank 0 is lost: this rank ends itself"]
 
 
-def test_rank_that_is_lost_ends_leader_also_when_nothing_runs(replica: Replica) -> None:
-    replica.followers[1]._server.stop(0)
-    until("the leader notices", lambda: any("rank 2" in line and "is lost" in line for line in replica.lost))
-    assert not any("rank 1" in line for line in replica.lost)
+class StandIn(worker_pb2_grpc.RankServicer):
+    """A rank that is ready and does nothing."""
+
+    def __init__(self) -> None:
+        self.server = grpc.server(ThreadPoolExecutor(1))
+        worker_pb2_grpc.add_RankServicer_to_server(self, self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+    def Follow(  # noqa: N802 - the name in worker.proto
+        self, request_iterator: Iterator[worker_pb2.Step], context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.Followed]:
+        yield worker_pb2.Followed(ready=worker_pb2.WorkerInfo())
+        for _ in request_iterator:
+            pass
+
+
+def test_rank_that_is_lost_ends_leader_also_when_nothing_runs() -> None:
+    stand_ins, lost = [StandIn(), StandIn()], list[str]()
+    ranks = Ranks({rank: one.address for rank, one in enumerate(stand_ins, 1)}, on_lost=lost.append)
+    ranks.connect(worker_pb2.WorkerInfo(), CONNECT_S)
+    stand_ins[1].server.stop(0)
+    until("the leader notices", lambda: any("rank 2" in line and "is lost" in line for line in lost))
+    assert not any("rank 1" in line for line in lost)
+    ranks.stop()
+    stand_ins[0].server.stop(0)
 
 
 def test_ranks_of_two_models_are_refused_by_name(reference: Reference) -> None:
-    with following(reference, 65, []) as address:
+    with following(make_engine(reference.path, kv_blocks=65), []) as address:
         ranks = Ranks({1: address})
         with pytest.raises(ConfigurationError, match="rank 1 has gpu_blocks 65 and rank 0 64"):
             ranks.connect(make_engine(reference.path, kv_blocks=64).info(), CONNECT_S)

@@ -54,7 +54,7 @@ def test_padded_rows_of_a_graph_write_nowhere_and_change_nothing(order: int | No
         before, batch = graph.pool(), graph.decodes(3)  # in the graph of four
         prepared = graph.ops.prepare(batch, graph.cache)
         assert prepared.graph == Room(4, 4, 0)
-        graph.ops._last_tokens.fill_(-5)
+        graph.ops.last_tokens.fill_(-5)
         expected, found = eager.logits(batch), graph.logits(batch)
         assert found.shape == expected.shape
         assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
@@ -62,7 +62,7 @@ def test_padded_rows_of_a_graph_write_nowhere_and_change_nothing(order: int | No
         written = torch.zeros_like(changed)
         written[batch.write_blocks, :, :, :, batch.write_offsets] = True
         assert torch.equal(changed, written)
-        assert (graph.ops._last_tokens == -5).all()
+        assert (graph.ops.last_tokens == -5).all()
 
 
 def test_padding_of_a_batch_belongs_to_no_sequence() -> None:

@@ -180,7 +180,7 @@ class Speculation:
             return None
         step_ns = model.predict(rows.size, context)
         draft_ns = (model.predict(rows.size + 8, context) - step_ns) / 8 + model.c3 * context / rows.size
-        least = self._min_chance(rows.size, step_ns, draft_ns)
+        least = min_chance(rows.size, step_ns, draft_ns)
         room = min(tokens_left, self._limits.max_drafts, self._affordable(rows, context) - prompts)
         if least >= 1.0 or room < 1:
             return None
@@ -413,11 +413,6 @@ class Speculation:
         share += SHARE_RATE * (right / tried - share)
         self._share[rows] = np.minimum(np.maximum(share, MIN_SHARE), MAX_SHARE)
 
-    @staticmethod
-    def _min_chance(rows: int, step_ns: float, draft_ns: float) -> float:
-        """Return the chance of being right from which a draft brings more tokens a second than it costs."""
-        return max(draft_ns * rows / max(step_ns, 1.0), 0.02)
-
     def _affordable(self, rows: Rows, context: int) -> int:
         """Return the tokens of prompts and drafts beside `rows` with which no declared limit of the time between tokens
         is passed; UNBOUNDED without one.
@@ -576,6 +571,11 @@ class Speculation:
             left = np.minimum(np.maximum(blocks_left - (more.cumsum() - more), 0), more)
             counts[beyond] = np.minimum(counts[beyond], room[beyond] + left * size)
         return counts
+
+
+def min_chance(rows: int, step_ns: float, draft_ns: float) -> float:
+    """Return the chance of being right from which a draft brings more tokens a second than it costs."""
+    return max(draft_ns * rows / max(step_ns, 1.0), 0.02)
 
 
 def level(counts: Int32, room: int) -> Int32:

@@ -18,7 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.scheduler.core.policy.presets import PARTS, PRESETS
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.speculation.drafts import Speculation
 from services.scheduler.core.types import EMPTY, Finish, Limits
 from tests.unit.scheduler.core.twin import MS, VOCAB, House, answer, request
 
@@ -46,7 +45,7 @@ ENDS = (Finish.CANCELLED, Finish.DEADLINE, Finish.ERROR)
 @pytest.fixture(autouse=True)
 def drafts_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.scheduler.core.speculation.drafts.MIN_GAIN", 0.0)
-    monkeypatch.setattr(Speculation, "_min_chance", lambda *_: 0.02)
+    monkeypatch.setattr("services.scheduler.core.speculation.drafts.min_chance", lambda *_: 0.02)
 
 
 class CoreTwin(RuleBasedStateMachine):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.scheduler.core.ngrams import GAP, MAX_MATCH
+from services.scheduler.core.ngrams import GAP, MAX_MATCH, NgramIndex
 from services.scheduler.core.policy.order import ClassThenSlack
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.policy.step_time import StepTime
@@ -462,8 +462,8 @@ def test_guesses_of_what_an_answer_brings_take_no_room_from_a_tenant() -> None:
 def test_guesses_go_on_behind_right_ones_without_another_search(monkeypatch: pytest.MonkeyPatch) -> None:
     table, _ = running(1, LIMITS)
     made, row, tokens = Speculation(table, LIMITS, measured(), History()), np.array([0]), []
-    searches, search = [], Speculation._search
-    monkeypatch.setattr(Speculation, "_search", lambda self, rows: (searches.append(rows), search(self, rows)))
+    searches, tails = [], NgramIndex.tails
+    monkeypatch.setattr(NgramIndex, "tails", lambda self, *given: (searches.append(given), tails(self, *given))[1])
     for _ in range(3):
         drafts = made.propose(row, 4, 1000, 25)
         assert drafts is not None
