@@ -13,6 +13,10 @@ if [ -r /secrets/redis/password ]; then
     ORCINUS_REDIS_PASSWORD=$(cat /secrets/redis/password)
     export ORCINUS_REDIS_PASSWORD
 fi
+if [ -r /secrets/rank-token/token ]; then
+    ORCINUS_RANK_TOKEN=$(cat /secrets/rank-token/token)
+    export ORCINUS_RANK_TOKEN
+fi
 
 case "${1:-}" in
     healthcheck)

@@ -425,6 +425,11 @@ class WorkerSettings(InternalSettings, AdapterSettings):
         "127.0.0.1:0",
         description="address where ranks other than the first receive steps; with several hosts this host's",
     )
+    rank_token: SecretStr | None = Field(
+        None,
+        description="secret of all ranks of a replica, by which the others know the first; ranks that torchrun starts "
+        "need it, or mutual TLS. Unset means that the first rank draws one for the ranks that it starts",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto uses a GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",

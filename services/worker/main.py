@@ -73,7 +73,7 @@ def lead(settings: WorkerSettings, place: Place | None, stopping: SignalHandler)
         parallel = None if place is None else meet(settings, place)
         engine = load(settings, parallel)
         if place is not None:
-            ranks = Ranks(place.addresses(), channel_credentials(settings), metrics.rank_busy)
+            ranks = Ranks(place.addresses(), place.token, channel_credentials(settings), metrics.rank_busy)
             ranks.connect(engine.info(), MEET_S)
         engine.grammars.when_ended(metrics.grammars_ended.inc)
         stopping.serving(lambda: (hurry if stop.is_set() else stop).set())
@@ -101,7 +101,7 @@ def lead(settings: WorkerSettings, place: Place | None, stopping: SignalHandler)
 def follow(settings: WorkerSettings, place: Place, stopping: SignalHandler) -> int:
     """Run any other rank; it ends when the leader ends it or has ended."""
     stopping.grace_s = LEADER_S
-    server = RankServer(settings.rank_listen, server_credentials(settings))
+    server = RankServer(settings.rank_listen, place.token, server_credentials(settings))
     place.announce(server.address)
     parallel = meet(settings, place)
     # A signal may go to the whole group: the leader drains, and then says so.

@@ -140,7 +140,9 @@ TORCHRUN = [
 def test_torchrun_starts_the_ranks_again_and_no_token_is_lost(reference: Reference, tmp_path: Path) -> None:
     """Twice: the leader dies, the other rank dies. Only the leader has the port of the metrics."""
     metrics = free_port()
-    stack = Stack(tmp_path, reference.path, dtype="float32", tp=2, threads=1, worker_metrics_port=metrics)
+    stack = Stack(
+        tmp_path, reference.path, dtype="float32", tp=2, threads=1, worker_metrics_port=metrics, rank_token="t"
+    )
 
     def ranks() -> list[psutil.Process]:
         children = psutil.Process(stack.pid("worker")).children(recursive=True)

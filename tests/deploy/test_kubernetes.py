@@ -246,7 +246,8 @@ def test_each_service_has_its_secrets_as_documented(overlay: str) -> None:
             "redis": {"redis-users", "redis-ops"}, "gateway": {"redis-gateway", "api-key"},
             "engines": {"redis-scheduler", "redis-worker", "redis-placer"},
         }  # fmt: skip
-        assert secrets == wanted.get(pod.name, {f"redis-{pod.name}"}), pod.owner
+        of_ranks = {"rank-token"} if (overlay, pod.name) == ("multi-gpu", "worker") else set()
+        assert secrets == wanted.get(pod.name, {f"redis-{pod.name}"}) | of_ranks, pod.owner
         for each in pod.spec["volumes"]:
             assert "secret" not in each or each["secret"]["defaultMode"] == 0o440
         mounted = {each["name"] for each in pod.container["volumeMounts"]}
@@ -346,6 +347,8 @@ def test_group_of_pods_has_a_process_for_each_rank() -> None:
         assert size * int(each) == int(found["ORCINUS_TP"]) * int(found["ORCINUS_PP"])
         assert int(each) == pod.container["resources"]["limits"]["nvidia.com/gpu"]
         assert found["ORCINUS_RANK_LISTEN"] == "10.0.0.7:0"
+        (mount,) = [each for each in pod.container["volumeMounts"] if each["name"] == "rank-token"]
+        assert f"{mount['mountPath']}/token" in (ROOT / "deploy" / "entrypoint.sh").read_text()
 
 
 @each_overlay

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -42,12 +43,17 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among the ranks of its replica. `host`: the address of this machine for the others."""
+    """This process among the ranks of its replica.
+
+    host: the address of this machine for the others. token: the secret of the replica, by which the other ranks know
+    rank 0; empty where torchrun started the ranks and none is set.
+    """
 
     rank: int
     size: int
     store: Store
     host: str
+    token: str
 
     def announce(self, address: str) -> None:
         """Publish the address at which this rank receives its steps."""
@@ -87,9 +93,10 @@ def join_group(settings: WorkerSettings) -> Iterator[Place | None]:
         # Before CUDA is asked for the first time.
         os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(ranks.local_rank, ranks.cuda_visible_devices)
     host = settings.rank_listen.rpartition(":")[0].strip("[]")
+    token = settings.rank_token.get_secret_value() if settings.rank_token else ""
     if ranks.world_size:
         try:
-            yield Place(ranks.rank, size, _store_of_torchrun(ranks), host)
+            yield Place(ranks.rank, size, _store_of_torchrun(ranks), host, token)
         except ConfigurationError:
             if ranks.orcinus_leader_pid:
                 time.sleep(GRACE_S)  # rank 0 meets the same as a rule, says so once for all, and ends this process
@@ -103,8 +110,10 @@ def join_group(settings: WorkerSettings) -> Iterator[Place | None]:
         store = TCPStore(
             "127.0.0.1", port, None, True, timedelta(seconds=MEET_S), False, master_listen_fd=listener.detach()
         )
+    token = token or secrets.token_hex(32)
+    settings = settings.model_copy(update={"rank_token": SecretStr(token)})
     with _processes(settings, size, port, ranks.cuda_visible_devices):
-        yield Place(0, size, _prefix_store(store), host)
+        yield Place(0, size, _prefix_store(store), host, token)
 
 
 def _rank_settings() -> RankSettings:

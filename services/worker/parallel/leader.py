@@ -23,6 +23,8 @@ from shared.security.channels import channel
 log = logging.getLogger("orcinus.worker")
 
 FOLLOW = "/orcinus.worker.v1.Rank/Follow"
+METADATA_KEY = "orcinus-rank-token-bin"
+"""Of Follow: its value is the secret that all ranks of the replica have."""
 QUEUED_STEPS = 64
 STOP_S = 5.0
 END = worker_pb2.Step(end=True).SerializeToString()
@@ -44,7 +46,7 @@ SAME = ("model_hash", "dtype", "backend", "block_size", "gpu_blocks", "host_bloc
 class _Rank:
     """One rank: what is to be sent to it, and whether it is there."""
 
-    def __init__(self, rank: int, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(self, rank: int, address: str, token: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.rank = rank
         self.address = address
         self.steps: queue.Queue[bytes | None] = queue.Queue(QUEUED_STEPS)
@@ -55,7 +57,7 @@ class _Rank:
         call = self.channel.stream_stream(
             FOLLOW, request_serializer=bytes, response_deserializer=worker_pb2.Followed.FromString
         )
-        self.call = call(iter(self.steps.get, None), wait_for_ready=True)
+        self.call = call(iter(self.steps.get, None), wait_for_ready=True, metadata=((METADATA_KEY, token.encode()),))
 
 
 class Ranks:
@@ -64,15 +66,17 @@ class Ranks:
     def __init__(
         self,
         addresses: Mapping[int, str],
+        token: str,
         credentials: grpc.ChannelCredentials | None = None,
         busy: Callable[[int, float], None] = lambda rank, seconds: None,
         on_lost: Callable[[str], None] = end_process,
     ) -> None:
         """Prepare the calls.
 
-        addresses: host:port of each rank but this one. `busy` gets the seconds that a rank computed, step by step;
-        `on_lost` the line for the log when one is lost."""
-        self._ranks = [_Rank(rank, address, credentials) for rank, address in sorted(addresses.items())]
+        addresses: host:port of each rank but this one. token: that all ranks of the replica have; empty where there is
+        mutual TLS alone. `busy` gets the seconds that a rank computed, step by step; `on_lost` the line for the log
+        when one is lost."""
+        self._ranks = [_Rank(rank, address, token, credentials) for rank, address in sorted(addresses.items())]
         self._busy, self._on_lost = busy, on_lost
         self._stopping = False
 

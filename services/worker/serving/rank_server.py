@@ -1,13 +1,15 @@
 """A rank that is not the leader: it follows the leader's steps, in order, through the same pipeline.
 
 Nothing is dropped here: what the leader forwarded it executes, and so must every rank, or the others would wait for it
-in a collective. A stream that ends before the leader has said so ends this process at once, also while its threads are
-inside a collective. The leader says it in a message: a half-close looks like a call that broke off, as grpcio
-may end the iterator of requests in the same way for both.
+in a collective. The leader shows the token that all ranks of the replica have; other callers are refused. A stream that
+ends before the leader has said so ends this process at once, also while its threads are inside a collective. The leader
+says it in a message: a half-close looks like a call that broke off, as grpcio may end the iterator of requests in the
+same way for both.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import queue
 import threading
@@ -19,14 +21,21 @@ import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
+from services.worker.parallel.leader import METADATA_KEY
 from services.worker.serving.pipeline import OVER, Item, Pipeline, RunState
 from services.worker.serving.server import OPTIONS, bind
 from services.worker.watchdog import end_process
+from shared.errors import ConfigurationError
 
 log = logging.getLogger("orcinus.worker")
 
 CONNECT_S = 600.0
 """What the leader gets to load after this rank has, before this rank gives up."""
+UNKNOWN_LEADER = (
+    "ORCINUS_RANK_TOKEN: not set, so any process could give this rank steps; set one secret for all ranks of the "
+    "replica (openssl rand -hex 32), or mutual TLS by ORCINUS_GRPC_CA, ORCINUS_GRPC_CERT and ORCINUS_GRPC_KEY"
+)
+NOT_LEADER = "token: not that of this rank; set one ORCINUS_RANK_TOKEN for all ranks of the replica"
 
 
 class RankServer(worker_pb2_grpc.RankServicer):
@@ -35,10 +44,19 @@ class RankServer(worker_pb2_grpc.RankServicer):
     def __init__(
         self,
         listen: str,
+        token: str,
         credentials: grpc.ServerCredentials | None = None,
         on_lost: Callable[[str], None] = end_process,
     ) -> None:
-        """Open the port. on_lost: gets the line for the log when the leader is lost."""
+        """Open the port. Raise ConfigurationError where neither a token nor a certificate would tell the leader.
+
+        token: of the replica; empty where the certificate alone tells the leader. on_lost: gets the line for the log
+        when the leader is lost.
+        """
+        if not token and credentials is None:
+            raise ConfigurationError(UNKNOWN_LEADER)
+        self._token = token.encode()
+        self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._has_loaded = threading.Event()
         self._begun = threading.Event()
@@ -67,10 +85,14 @@ class RankServer(worker_pb2_grpc.RankServicer):
     def Follow(  # noqa: N802 - the name in worker.proto
         self, request_iterator: Iterator[worker_pb2.Step], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.Followed]:
-        context.add_callback(self._stream_ended)
-        if self._begun.is_set():
-            context.abort(grpc.StatusCode.ALREADY_EXISTS, "this rank follows its leader already")
-        self._begun.set()
+        shown = dict(context.invocation_metadata()).get(METADATA_KEY, b"")
+        if self._token and not hmac.compare_digest(shown, self._token):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, NOT_LEADER)
+        with self._lock:
+            if self._begun.is_set():
+                context.abort(grpc.StatusCode.ALREADY_EXISTS, "this rank follows its leader already")
+            self._begun.set()
+        context.add_callback(self._stream_ended)  # not before: the end of a refused call is not that of the leader
         self._has_loaded.wait()
         if self._engine is None:
             raise RuntimeError("loaded without an engine")

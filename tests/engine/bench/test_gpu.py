@@ -29,7 +29,7 @@ from tests.support.compiler import needs_compiler
 SERVICE_ONLY = {
     "redis_url", "redis_username", "redis_password", "redis_ca", "grpc_ca", "grpc_cert", "grpc_key", "shard",
     "log_level", "log_json", "listen", "advertise", "metrics_aliases", "otlp_endpoint", "metrics_host",
-    "worker_metrics_port", "tp", "pp", "rank_listen",
+    "worker_metrics_port", "tp", "pp", "rank_listen", "rank_token",
 }  # fmt: skip
 
 FEW_PACKAGES = """

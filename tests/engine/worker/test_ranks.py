@@ -23,7 +23,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
 from services.worker.parallel.launch import join_group
-from services.worker.parallel.leader import Ranks
+from services.worker.parallel.leader import METADATA_KEY, Ranks
 from services.worker.parallel.state import own_gpu
 from services.worker.serving.rank_server import RankServer
 from services.worker.serving.server import MESSAGE_BYTES, OPTIONS, WorkerServer
@@ -38,6 +38,7 @@ from tests.support.waiting import until
 MODEL = {"seed": 9, "requests": 2}
 
 CONNECT_S = 60.0
+SECRET = "of this replica alone"
 
 
 class Replica:
@@ -47,7 +48,7 @@ class Replica:
         self.engines = [make_engine(reference.path, kv_blocks=64, **settings) for _ in range(3)]
         self.lost: list[str] = []
         self.busy: dict[int, float] = {}
-        self.followers = [RankServer("127.0.0.1:0", on_lost=self.lost.append) for _ in range(2)]
+        self.followers = [RankServer("127.0.0.1:0", SECRET, on_lost=self.lost.append) for _ in range(2)]
         self.threads = [
             threading.Thread(target=server.serve, args=(engine,), daemon=True)
             for server, engine in zip(self.followers, self.engines[1:], strict=True)
@@ -55,7 +56,7 @@ class Replica:
         for thread in self.threads:
             thread.start()
         addresses = {rank + 1: server.address for rank, server in enumerate(self.followers)}
-        self.ranks = Ranks(addresses, busy=self._count, on_lost=self.lost.append)
+        self.ranks = Ranks(addresses, SECRET, busy=self._count, on_lost=self.lost.append)
         self.ranks.connect(self.engines[0].info(), CONNECT_S)
         self.leader = WorkerServer("127.0.0.1:0")
         self.leader.serve(self.engines[0], lambda *_: "", ranks=self.ranks)
@@ -154,12 +155,51 @@ def test_leader_that_is_lost_ends_rank_in_middle_of_step(reference: Reference, m
 @contextmanager
 def following(engine: Engine, lost: list[str]) -> Iterator[str]:
     """Yield the address of a rank, which has ended by the end of the block."""
-    follower = RankServer("127.0.0.1:0", on_lost=lost.append)
+    follower = RankServer("127.0.0.1:0", SECRET, on_lost=lost.append)
     thread = threading.Thread(target=follower.serve, args=(engine,), daemon=True)
     thread.start()
     yield follower.address
     thread.join(CONNECT_S)
     assert not thread.is_alive()
+
+
+def follow(channel: grpc.Channel, token: bytes | None, *steps: worker_pb2.Step) -> Any:
+    """Call a rank as its leader does."""
+    metadata = None if token is None else ((METADATA_KEY, token),)
+    return worker_pb2_grpc.RankStub(channel).Follow(iter(steps), timeout=CONNECT_S, metadata=metadata)
+
+
+def test_rank_follows_no_caller_without_its_token(reference: Reference) -> None:
+    lost: list[str] = []
+    with following(reference, 64, lost) as address, grpc.insecure_channel(address) as channel:
+        for token in (None, b"", b"of another replica", SECRET.encode()[:-1]):
+            with pytest.raises(grpc.RpcError, match="token: not that of this rank"):
+                next(follow(channel, token, worker_pb2.Step(end=True)))
+        ranks = Ranks({1: address}, SECRET, on_lost=lost.append)
+        ranks.connect(make_engine(reference.path, kv_blocks=64).info(), CONNECT_S)
+        for token in (b"of another replica", SECRET.encode()):
+            with pytest.raises(grpc.RpcError, match=r"token: not that|follows its leader already"):
+                next(follow(channel, token))
+        assert not lost  # a caller that is refused ends no rank
+        ranks.stop()
+    assert not lost
+
+
+def test_leader_of_another_token_is_refused_by_name(reference: Reference) -> None:
+    lost: list[str] = []
+    with following(reference, 64, []) as address:
+        ranks = Ranks({1: address}, "of another replica", on_lost=lost.append)
+        with pytest.raises(ConfigurationError):
+            ranks.connect(make_engine(reference.path, kv_blocks=64).info(), 1.0)
+        assert "UNAUTHENTICATED: token: not that of this rank; set one ORCINUS_RANK_TOKEN for all ranks" in lost[0]
+        ranks.stop()
+        with grpc.insecure_channel(address) as channel:
+            list(follow(channel, SECRET.encode(), worker_pb2.Step(end=True)))
+
+
+def test_rank_without_token_and_certificate_opens_no_port() -> None:
+    with pytest.raises(ConfigurationError, match=r"ORCINUS_RANK_TOKEN: not set.*set one secret for all ranks"):
+        RankServer("127.0.0.1:0", "")
 
 
 def test_a_leader_with_steps_that_end_without_a_word_is_lost(reference: Reference) -> None:
@@ -170,7 +210,7 @@ def test_a_leader_with_steps_that_end_without_a_word_is_lost(reference: Referenc
         grpc.insecure_channel(address) as channel,
     ):
         hello = worker_pb2.Step(epoch=1, hello=worker_pb2.Hello(shard="shard-0"))
-        told = worker_pb2_grpc.RankStub(channel).Follow(iter([hello]), timeout=CONNECT_S)
+        told = follow(channel, SECRET.encode(), hello)
         assert [followed.HasField("ready") for followed in told] == [True]
         until("the rank notices", lambda: lost)
     assert lost == ["rank 0 is lost: this rank ends itself"]
@@ -206,7 +246,7 @@ def test_rank_that_is_lost_ends_leader_also_when_nothing_runs() -> None:
 
 def test_ranks_of_two_models_are_refused_by_name(reference: Reference) -> None:
     with following(make_engine(reference.path, kv_blocks=65), []) as address:
-        ranks = Ranks({1: address})
+        ranks = Ranks({1: address}, SECRET)
         with pytest.raises(ConfigurationError, match="rank 1 has gpu_blocks 65 and rank 0 64"):
             ranks.connect(make_engine(reference.path, kv_blocks=64).info(), CONNECT_S)
         ranks.stop()
