@@ -79,9 +79,12 @@ class Snapshot:
 
     @property
     def is_served(self) -> bool:
-        """Whether a scheduler leads a worker that has a record."""
-        # The record of a worker that hangs runs out before its scheduler gives it up.
-        return bool(self.workers) and any(number(stats.get("workers")) for stats in self.led_shards)
+        """Whether a scheduler leads a worker that has a record and does not seem to hang."""
+        # The record of a process that is stopped runs out, and a worker with a step that hangs is overdue, before the
+        # scheduler gives it up.
+        return bool(self.workers) and any(
+            number(stats.get("workers")) > number(stats.get("workers_overdue")) for stats in self.led_shards
+        )
 
     @property
     def has_to_wait(self) -> bool:
@@ -300,7 +303,10 @@ class Cluster:
             return "no scheduler is alive"
         if self.snapshot.placement is not None or self.snapshot.is_served:
             return ""  # a placed model has its turn
-        return "no worker is linked to a scheduler" if self.snapshot.workers else "no worker is registered"
+        if not self.snapshot.workers:
+            return "no worker is registered"
+        has_linked = any(number(stats.get("workers")) for stats in self.snapshot.led_shards)
+        return "no linked worker answers its steps" if has_linked else "no worker is linked to a scheduler"
 
     @property
     def is_silent(self) -> bool:

@@ -118,7 +118,8 @@ class Fleet:
         return sum(len(loop.in_flight) for loop in self.loops.values())
 
     def facts(self) -> dict[str, int | str]:
-        """Return the sizes of the workers for the statistics; for lengths the largest one."""
+        """Return the sizes of the workers for the statistics, for lengths the largest one, and how many seem to
+        hang."""
         infos = [loop.link.info for loop in self.loops.values()]
         if not infos:
             return {}
@@ -129,6 +130,7 @@ class Fleet:
             "max_input_tokens": max(info.max_input_tokens for info in infos),
             "max_output_tokens": max(info.max_output_tokens for info in infos),
             "backend": " ".join(sorted({info.backend for info in infos})),
+            "workers_overdue": sum(loop.is_overdue for loop in self.loops.values()),
         }
 
     def replicas(self) -> dict[str, dict[str, float | int | str]]:
@@ -292,7 +294,7 @@ class Fleet:
         refused: ContractError | None = None
         limit_s = max(self._settings.watchdog_s, 10 * loop.link.info.largest_step_ms / 1000)
         try:
-            await loop.run(self._patience.get(worker.id, 1) * limit_s)
+            await loop.run(limit_s, self._patience.get(worker.id, 1))
         except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
             left = loop.link.drains or loop.is_given_away
             refused = self._refusal(loop, error)

@@ -159,6 +159,8 @@ class WorkerLoop:
         self.in_flight = InFlight(4 * link.info.vector_size)
         self.answered_steps = 0
         self.pace = WorkerRates()
+        self._overdue_s = 0.0  # by `run`
+        self._has_hung = False
         self.wake = asyncio.Event()  # set when there is something to plan, or room to publish
         self._context = context
         self.is_paused = False  # the publisher has no room
@@ -171,13 +173,22 @@ class WorkerLoop:
         """Return serving, draining (the worker leaves) or leaving (another shard gets the worker)."""
         return "draining" if self.link.drains else "leaving" if self.is_given_away else "serving"
 
-    async def run(self, limit_s: float) -> None:
+    @property
+    def is_overdue(self) -> bool:
+        """Return whether the worker seems to hang: a step is unanswered for half of the limit, or at all where the
+        link before timed out and this one has no answer yet.
+        """
+        unproven = self._has_hung and not self.answered_steps
+        return self.link.waited_s() > (0 if unproven else self._overdue_s)
+
+    async def run(self, limit_s: float, patience: int = 1) -> None:
         """Run until the link ends: raises AioRpcError, ProtocolError, WorkerLostError or ValueError.
 
-        limit_s: how long a step may stay unanswered.
+        limit_s: how long a step may stay unanswered; patience: times this, above 1 where the link before timed out.
         """
+        self._overdue_s, self._has_hung = limit_s / 2, patience > 1
         try:
-            await first_of(self._receive(), self._pump(), self._watch(limit_s))
+            await first_of(self._receive(), self._pump(), self._watch(patience * limit_s))
         finally:
             if self._later is not None:
                 self._later.cancel()

@@ -78,6 +78,22 @@ class ScriptedWorker(Described):
             yield result
 
 
+class HeldWorker(ScriptedWorker):
+    """Answers no step until `go_on` is set."""
+
+    def __init__(self, info: worker_pb2.WorkerInfo) -> None:
+        super().__init__(info)
+        self.go_on = asyncio.Event()
+
+    async def Run(  # noqa: N802 - the name in worker.proto
+        self, requests: AsyncIterator[worker_pb2.Step], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.Result]:
+        async for result in super().Run(requests, context):
+            if not result.begun:
+                await self.go_on.wait()
+            yield result
+
+
 def ask(shard: Shard, logprobs: int = 0, tokens: int = TOKENS) -> None:
     payload = queue_pb2.Request(sampling=queue_pb2.Sampling(logprobs=logprobs))
     prompts = [np.arange(1 + number, 9 + number, dtype=np.int32) for number in range(REQUESTS)]
@@ -224,6 +240,28 @@ async def test_stream_of_a_lost_worker_goes_on_at_equal_numerics_alone() -> None
             await end(run)
     assert len(shard.ended) == REQUESTS
     assert all(one.outputs[0].tolist() == [7] * TOKENS for one in shard.ended.values())
+
+
+async def test_hanging_worker_is_overdue_until_it_answers_again() -> None:
+    shard, held = Shard(SETTINGS.model_copy(update={"watchdog_s": 0.5})), HeldWorker(described())
+
+    def overdue() -> Any:
+        return shard.fleet.facts().get("workers_overdue")
+
+    async with serving(held) as (record,):
+        run = asyncio.create_task(shard.fleet.serve(record))
+        await wait_until(lambda: overdue() == 0)
+        ask(shard)
+        await wait_until(lambda: overdue() == 1)
+        await run  # it timed out
+        assert overdue() is None
+        run = asyncio.create_task(shard.fleet.serve(record))
+        await wait_until(lambda: shard.fleet.in_flight > 0)
+        assert overdue() == 1  # the first step is no answer
+        held.go_on.set()
+        await wait_until(lambda: overdue() == 0 and len(shard.ended) == REQUESTS)
+        await end(run)
+    assert_all_right(shard)
 
 
 def tokens(*values: int) -> Spoil:

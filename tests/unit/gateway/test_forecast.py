@@ -102,6 +102,12 @@ def test_lease_serves_nothing_without_a_scheduler_that_writes_statistics() -> No
     assert not replace(look, renewal_times={"a": 99.9 - STALE_S}).is_served
 
 
+@pytest.mark.parametrize(("overdue", "is_served"), [("", True), ("0", True), ("1", True), ("2", False)])
+def test_model_is_served_while_a_linked_worker_answers(overdue: str, is_served: bool) -> None:
+    stats = {"a": BUSY | {"workers": "2"} | ({"workers_overdue": overdue} if overdue else {})}
+    assert Snapshot(100.0, frozenset("a"), {"w": {}}, stats).is_served == is_served
+
+
 ASLEEP = Placement(False, load_ms=5000, wake_ms=(6000, 7000, 8000, 9000))
 
 
