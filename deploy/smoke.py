@@ -1,8 +1,9 @@
 """Check the promises of a stack that compose.yaml started: `smoke.py --project NAME --port PORT`.
 
 From outside as a client (the key from the logs, streaming and not, refusals), and as an operator (users, file systems,
-capabilities, published ports, networks); then a worker dies in the middle of a stream. What several of a service
-promise smoke_scaled.py asks. Standard library and the docker command only; exit 1 where a promise is not kept.
+capabilities, published ports, networks); then a worker dies in the middle of a stream, and the only gateway under
+clients that connect. What several of a service promise smoke_scaled.py asks. Standard library and the docker command
+only; exit 1 where a promise is not kept.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +32,8 @@ STREAMS = 5
 """Tries to kill a worker in the middle of a stream."""
 PAUSE_S = 0.3
 """A stream pauses at least so long while its worker starts again."""
+CONNECTING, REQUESTS = 8, 5
+"""Clients that open a connection for each of so many requests while the gateway starts again."""
 
 
 class BrokenPromiseError(Exception):
@@ -263,6 +267,49 @@ def longest_pause(stack: Stack, model: str, worker: Signals) -> float:
     return longest
 
 
+def clients_wait_for_the_gateway(stack: Stack) -> None:
+    """Kill the only gateway: clients that connect from its end on wait for the next one, which Docker starts."""
+    clients = [Connecting(stack) for _ in range(CONNECTING)]
+    (gateway,) = stack.compose("ps", "-q", "gateway").split()
+    restarts = ("docker", "inspect", "-f", "{{.RestartCount}}", gateway)
+    before = run(*restarts)
+    Signals(stack, "gateway").kill()
+    by = time.monotonic() + 60
+    while run(*restarts) == before and time.monotonic() < by:
+        time.sleep(0.05)
+    check(run(*restarts) != before, "the gateway has ended, and Docker restarts it")
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join(120)
+    requests = [request for client in clients for request in client.requests]
+    failed = [request for request in requests if request[1] != "200"]
+    check(not failed, f"all of {len(requests)} requests of clients that connect anew are answered 200", failed[:5])
+    check(len(requests) == CONNECTING * REQUESTS, "every client is answered", len(requests))
+    print(f"        longest wait of {len(requests)} requests: {max(took for took, _ in requests):.1f} s")
+
+
+class Connecting(threading.Thread):
+    """A client that opens a connection for each of its requests."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__(daemon=True)
+        self.requests: list[tuple[float, str]] = []
+        """Of each: the seconds it took, its status or error."""
+        self._stack = stack
+
+    def run(self) -> None:
+        for _ in range(REQUESTS):
+            begin = time.monotonic()
+            try:
+                status, response = self._stack.ask("GET", "/v1/models")
+                response.read()
+                answer = str(status)
+            except (OSError, http.client.HTTPException) as error:
+                answer = f"{type(error).__name__}: {error}"
+            self.requests.append((time.monotonic() - begin, answer))
+
+
 def containers_are_confined(stack: Stack) -> None:
     containers = stack.containers()
     check({labels(one) for one in containers} == SERVICES | ONE_SHOT, "every service has its container", containers)
@@ -323,6 +370,7 @@ def main() -> int:
         step(backend_is_named, model)
         step(containers_are_confined)
         step(stream_survives_its_worker, model)
+        step(clients_wait_for_the_gateway)
     except (BrokenPromiseError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
         print(f"smoke: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
