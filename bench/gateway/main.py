@@ -49,8 +49,8 @@ AHEAD = 8
 WARM_S = 1.0
 BEAT_S = 1.0
 END_S = 60.0
-IDLE_MOST = 0.10
-LATE_MOST = 0.02
+MAX_IDLE = 0.10
+MAX_LATE = 0.02
 BOUNDS = {"clients": (1, 2000), "seconds": (0.5, 120), "rate": (100, 1_000_000)}
 
 
@@ -190,9 +190,9 @@ def check(figures: dict[str, Any]) -> None:
     beside = figures["client_and_publisher_ran"] + figures["client_and_publisher_waited"]
     context = f"clients and publisher used or waited for {beside:.0%} of their core, Redis {figures['redis_ran']:.0%}"
     idle = 1 - figures["gateway_ran"] - figures["gateway_waited"]
-    if figures["case"] == "saturation" and idle > IDLE_MOST:
+    if figures["case"] == "saturation" and idle > MAX_IDLE:
         raise WrongLimitError(f"at {figures['tokens_s']:,} tokens/s the gateway was idle for {idle:.0%}; {context}")
-    if figures.get("late_iterations", 0.0) > LATE_MOST:
+    if figures.get("late_iterations", 0.0) > MAX_LATE:
         late = figures["late_iterations"]
         raise WrongLimitError(f"{late:.0%} of the iterations were published half a period late or more; {context}")
 

@@ -208,7 +208,7 @@ class Server:
             text = f"{self._base} answers {answer.status_code}: no OpenAI-compatible server; name one with --url"
         else:
             if answer.status_code == 401:
-                text = text.partition("; send it as")[0]  # a header is of no use here
+                text = text.partition("; send ")[0]  # a header is of no use here
             elif isinstance(error := body.get("error"), dict) and error.get("code") == "context_length_exceeded":
                 text += "; /clear forgets the conversation"
         raise ChatError(self._without_key(text), answer.status_code)

@@ -462,7 +462,7 @@ def check_device(workers: int, worker: WorkerSettings) -> None:
     if workers > 1 and on_gpu(worker) and workers * ranks > (gpus := device_count()):
         raise ConfigurationError(
             f"{workers} replicas: each needs {quantity(ranks, 'GPU')} of its own, this machine shows {gpus}; "
-            f"lower {flag('replicas')}, or give DEVICE=cpu"
+            f"lower {flag('replicas')}, serve fewer models at a time, or give DEVICE=cpu"
         )
 
 

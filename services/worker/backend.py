@@ -120,7 +120,7 @@ def _gpu(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch
     dtype = gpu_dtype(settings.dtype, config)
     lack = "" if settings.kernels == "reference" else lacks_kernels(settings, config)
     if lack and settings.kernels == "cuda":
-        raise ConfigurationError(f"--kernels cuda: {lack}; give --kernels auto")
+        raise ConfigurationError(f"--kernels cuda: {lack}")
     name = "reference" if lack or settings.kernels == "reference" else "cuda"
     if name == "reference" and (option := _needs_kernels(settings)):
         remedy = "DEVICE=cpu" if settings.kv_dtype == "auto" else "DEVICE=cpu or --kv-dtype auto"
@@ -143,7 +143,7 @@ def _emulator(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, 
         raise ConfigurationError(refusal)
     dtype = gpu_dtype(settings.dtype, config)
     if lack := lacks_kernels(settings, config):
-        raise ConfigurationError(f"--kernels emulator: {lack}; give --kernels auto")
+        raise ConfigurationError(f"--kernels emulator: {lack}")
     log.warning("a GPU is emulated, thread by thread: for tests only, it is slower than every other choice by far")
     return _create("emulator", torch.device("cpu")), dtype
 

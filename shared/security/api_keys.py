@@ -98,7 +98,7 @@ def digest(text: str) -> bytes:
 
 def describe_refusal(reason: str, has_key: bool) -> str:
     """Return the line of a client that a server refused (401): the server's reason, and the options of our commands."""
-    problem = reason.partition("; send it as")[0]  # a header is of no use to a command
+    problem = reason.partition("; send ")[0]  # a header is of no use to a command
     printable = "".join(char if char.isprintable() else "?" for char in problem[:200])
     another = "set ORCINUS_API_KEY to another, or give it as --api-key"
     return f"{printable}; {another if has_key else 'set ORCINUS_API_KEY, or give --api-key'}"

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,7 @@ def worker(stages: int, stage_ms: float) -> Iterator[tuple[str, str]]:
         "KV_BLOCKS": 64 * CONTEXT // 16, "HOST_BLOCKS": 0, "MAX_STEP_TOKENS": 512, "LISTEN": f"127.0.0.1:{port}",
         "ADVERTISE": f"127.0.0.1:{port}",  # else it takes Runs over a Unix socket
         "WORKER_METRICS_PORT": metrics, "REDIS_URL": "redis://127.0.0.1:1/0",  # it never registers
+        "RANK_TOKEN": secrets.token_hex(16),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
         logs = [Path(directory) / f"rank-{rank}.log" for rank in range(stages)]

@@ -137,8 +137,8 @@ ROUND = 64
 """Records read in one round of the working task."""
 SILENT_S = 5.0
 """A request unheard of for so long has its record read: its tokens may have left the stream unread. Then again when it
-was silent for twice as long, until SILENT_MOST_S: those that wait in a long queue are many."""
-SILENT_MOST_S = 30.0
+was silent for twice as long, until MAX_SILENT_S: those that wait in a long queue are many."""
+MAX_SILENT_S = 30.0
 READ_ENTRIES = 64
 DELIVER_S = 0.01
 """Time in which entries are delivered before the event loop does other work."""
@@ -859,7 +859,7 @@ class Dispatcher:
 
 def _patience_s(stream: RequestStream) -> float:
     """Return how long a request may be silent before its record is read, and read again."""
-    return min(SILENT_MOST_S, max(SILENT_S, stream.last_read_at - stream.last_row_at))
+    return min(MAX_SILENT_S, max(SILENT_S, stream.last_read_at - stream.last_row_at))
 
 
 def _set_result(answer: asyncio.Future[T], value: T) -> None:

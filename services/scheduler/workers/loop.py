@@ -186,7 +186,7 @@ class WorkerLoop:
 
         limit_s: how long a step may stay unanswered; patience: times this, above 1 where the link before timed out.
         """
-        self._overdue_s, self._has_hung = limit_s / 2, patience > 1
+        self._overdue_s, self._has_hung = patience * limit_s / 2, patience > 1
         try:
             await first_of(self._receive(), self._pump(), self._watch(patience * limit_s))
         finally:

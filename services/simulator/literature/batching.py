@@ -14,7 +14,7 @@ from services.simulator.device.roofline import DEVICES, SHAPES, Roofline
 from services.simulator.engine import Setup, simulate
 from services.simulator.jobs import Every64th, Report
 from services.simulator.literature.chunks import NEAR
-from services.simulator.literature.load import OUTPUT_MOST, REQUESTS, workload
+from services.simulator.literature.load import MAX_OUTPUT, REQUESTS, workload
 from services.simulator.literature.table import Cell, Table, unseen
 from services.simulator.workload.workload import Workload
 
@@ -152,7 +152,7 @@ def batching_systems(report: Report = unseen) -> Table:
         table.claim(text, holds, required=False)
     table.notes.append(
         f"{SHAPE} on an {DEVICE} by its data sheet, the requests of T3 ({SLOTS} slots, outputs of at most "
-        f"{OUTPUT_MOST}); use: slots that compute, peak in the best second; req/s when all {REQUESTS:,} wait; P99 end "
+        f"{MAX_OUTPUT}); use: slots that compute, peak in the best second; req/s when all {REQUESTS:,} wait; P99 end "
         f"to end at {LOAD:.0%} of that; the sheet's systems differ in kernels too, ours in the scheduler alone"
     )
     table.notes.append(

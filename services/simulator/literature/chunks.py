@@ -46,7 +46,7 @@ NEAR = 0.25
 # cut at 256. A chunk of 128 a step then keeps up with the prompts; else its row would be meaningless.
 USERS, EACH, SLOTS, SEED = 128, 20, 64, 5
 LONG, LONG_SHARE, SHORT = 4_800, 0.02, (8, 64)
-OUTPUT_MEAN, OUTPUT_MOST = 96, 256
+OUTPUT_MEAN, MAX_OUTPUT = 96, 256
 BLOCK = 16
 
 
@@ -85,7 +85,7 @@ def drawn_workload() -> Workload:
     count = USERS * EACH
     prompt = rng.integers(SHORT[0], SHORT[1] + 1, count)
     prompt[rng.random(count) < LONG_SHARE] = LONG
-    output = np.minimum(rng.geometric(1 / OUTPUT_MEAN, count), OUTPUT_MOST)
+    output = np.minimum(rng.geometric(1 / OUTPUT_MEAN, count), MAX_OUTPUT)
     return Workload(np.zeros(count, np.int64), prompt, output)
 
 
@@ -216,7 +216,7 @@ def chunk_sizes(report: Report = unseen) -> Table:
     _compare(table, _measured(drawn_workload(), report), required=True)
     table.notes.append(
         f"{USERS} users, {SLOTS} slots, one request at a time, {EACH} each; {LONG_SHARE:.0%} of the prompts {LONG} "
-        f"tokens, the others {SHORT[0]} to {SHORT[1]}; outputs geometric, mean {OUTPUT_MEAN}, at most {OUTPUT_MOST}; "
+        f"tokens, the others {SHORT[0]} to {SHORT[1]}; outputs geometric, mean {OUTPUT_MEAN}, at most {MAX_OUTPUT}; "
         "t = 45 ms + 0.078 ms x prefill tokens"
     )
     table.notes.append(

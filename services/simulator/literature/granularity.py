@@ -12,8 +12,8 @@ from services.simulator.jobs import Every64th, Report
 from services.simulator.literature.chunks import (
     BLOCK,
     LONG,
+    MAX_OUTPUT,
     OUTPUT_MEAN,
-    OUTPUT_MOST,
     SLOTS,
     USERS,
     Users,
@@ -64,7 +64,7 @@ def by_request_and_iteration(report: Report = unseen) -> Table:
     )
     table = Table("T7", "decisions at requests and at iterations", "slots in use and TBT: shape", columns)
     drawn, count = drawn_workload(), USERS * EACH
-    limits = np.full(count, OUTPUT_MOST, np.int64)
+    limits = np.full(count, MAX_OUTPUT, np.int64)
     work = Workload(drawn.arrived_ns[:count], drawn.prompt[:count], drawn.output[:count], max_tokens=limits)
     blocks = SLOTS * -(-int(work.prompt.mean() + work.output.mean()) // BLOCK) + LONG // BLOCK
     ours = [
@@ -89,7 +89,7 @@ def by_request_and_iteration(report: Report = unseen) -> Table:
             table.claim(f"{name}, {kind}: {_rounded(value)} in {_range(low, high)} (10 % beyond)", held, required=False)
     table.notes.append(
         f"request: preset request-capacity; iteration: sarathi, chunks of {CHUNK}; {USERS} users and {SLOTS} slots as "
-        f"in T5, max_tokens {OUTPUT_MOST} for outputs of {OUTPUT_MEAN} on average, {blocks} blocks of {BLOCK}"
+        f"in T5, max_tokens {MAX_OUTPUT} for outputs of {OUTPUT_MEAN} on average, {blocks} blocks of {BLOCK}"
     )
     table.notes.append(
         "between decisions: the mean time for which a request runs, as in the sheet, and the mean step; scheduler: CPU "

@@ -19,16 +19,16 @@ LIMIT_MS = 500.0
 REQUESTS = 1_000
 # GPT-2-XL as in the article. The lengths are ours: outputs are geometric with a mean of 48, at most 160, so that the
 # longest takes about the limit without any load. The lengths and the unit arrivals are the same at every load.
-PROMPT, OUTPUT_MEAN, OUTPUT_MOST, SEED = (16, 128), 48, 160, 3
+PROMPT, OUTPUT_MEAN, MAX_OUTPUT, SEED = (16, 128), 48, 160, 3
 
 
 def workload(rate_rps: float) -> Workload:
     rng = np.random.default_rng(SEED)
     gaps = rng.exponential(1.0, REQUESTS)
     prompt = rng.integers(PROMPT[0], PROMPT[1] + 1, REQUESTS)
-    output = np.minimum(rng.geometric(1 / OUTPUT_MEAN, REQUESTS), OUTPUT_MOST)
+    output = np.minimum(rng.geometric(1 / OUTPUT_MEAN, REQUESTS), MAX_OUTPUT)
     times = (np.cumsum(gaps) - gaps[0]) / rate_rps
-    max_tokens = np.full(REQUESTS, OUTPUT_MOST, np.int64)
+    max_tokens = np.full(REQUESTS, MAX_OUTPUT, np.int64)
     return Workload(np.rint(times * 1e9).astype(np.int64), prompt, output, max_tokens=max_tokens)
 
 
@@ -60,6 +60,6 @@ def slo_under_load(report: Report = unseen) -> Table:
         table.claim(f"{policy} below request-level batching at every load", below)
     table.notes.append(
         f"gpt2-xl on an a100, {REQUESTS} requests, prompts {PROMPT[0]} to {PROMPT[1]}, outputs geometric, mean "
-        f"{OUTPUT_MEAN}, at most {OUTPUT_MOST}; at most 32 in a batch; end to end as delivered"
+        f"{OUTPUT_MEAN}, at most {MAX_OUTPUT}; at most 32 in a batch; end to end as delivered"
     )
     return table

@@ -364,7 +364,9 @@ def _header(path: Path) -> tuple[int, dict[str, _Place]]:
             if place.start + place.size > size:
                 raise ValueError("the file may be cut off")
         _check_apart(places)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}; {AGAIN}") from error
     return size, places
 

@@ -39,6 +39,10 @@ GRACE_S = 3.0
 STOP_S = 1.0
 """For the interpreter to end in a rank that has done its steps, before it is killed."""
 PR_SET_PDEATHSIG = 1
+UNKNOWN_LEADER = (
+    "ORCINUS_RANK_TOKEN: not set, so any process could give this rank steps; set one secret for all ranks of the "
+    "replica (openssl rand -hex 32), or mutual TLS by ORCINUS_GRPC_CA, ORCINUS_GRPC_CERT and ORCINUS_GRPC_KEY"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,9 @@ def join_group(settings: WorkerSettings) -> Iterator[Place | None]:
             f"WORLD_SIZE={ranks.world_size}, but --tp {settings.tp} x --pp {settings.pp} is {size} ranks; start as many"
         )
     if ranks.rank >= size:
-        raise ConfigurationError(f"RANK={ranks.rank}, but the replica has the ranks 0 to {size - 1}; start as many")
+        raise ConfigurationError(
+            f"RANK={ranks.rank}, but the replica has the ranks 0 to {size - 1}; set --tp x --pp to their number"
+        )
     if size == 1:
         yield None
         return
@@ -94,6 +100,8 @@ def join_group(settings: WorkerSettings) -> Iterator[Place | None]:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(ranks.local_rank, ranks.cuda_visible_devices)
     host = settings.rank_listen.rpartition(":")[0].strip("[]")
     token = settings.rank_token.get_secret_value() if settings.rank_token else ""
+    if ranks.world_size and not token and settings.grpc_ca is None:
+        raise ConfigurationError(UNKNOWN_LEADER)  # rank 0 says so as well, instead of waiting for the others
     if ranks.world_size:
         try:
             yield Place(ranks.rank, size, _store_of_torchrun(ranks), host, token)

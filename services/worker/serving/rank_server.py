@@ -21,6 +21,7 @@ import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
+from services.worker.parallel.launch import UNKNOWN_LEADER
 from services.worker.parallel.leader import METADATA_KEY
 from services.worker.serving.pipeline import OVER, Item, Pipeline, RunState
 from services.worker.serving.server import OPTIONS, bind
@@ -31,10 +32,6 @@ log = logging.getLogger("orcinus.worker")
 
 CONNECT_S = 600.0
 """What the leader gets to load after this rank has, before this rank gives up."""
-UNKNOWN_LEADER = (
-    "ORCINUS_RANK_TOKEN: not set, so any process could give this rank steps; set one secret for all ranks of the "
-    "replica (openssl rand -hex 32), or mutual TLS by ORCINUS_GRPC_CA, ORCINUS_GRPC_CERT and ORCINUS_GRPC_KEY"
-)
 NOT_LEADER = "token: not that of this rank; set one ORCINUS_RANK_TOKEN for all ranks of the replica"
 
 

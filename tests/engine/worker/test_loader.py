@@ -24,11 +24,11 @@ import kernels.reference  # noqa: F401 - registers the backend
 from kernels import ops as kernel_ops
 from kernels.cpu.memory import large
 from services.worker import main
+from services.worker.checkpoint import fingerprint, source
 from services.worker.checkpoint.fingerprint import Fingerprint
 from services.worker.checkpoint.source import SHIFT, SPAN, Checkpoint, Dummy, open_weights
 from services.worker.checkpoint.stored import GGUF_FORMATS
 from services.worker.kv.cache import room_for
-from services.worker.models import checkpoint, fingerprint
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.models.matrices import shapes
@@ -519,7 +519,7 @@ def test_ranks_of_machines_with_one_name_read_their_own_files(tmp_path: Path, mo
 def test_progress_of_one_large_tensor_is_reported_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(source, "PIECE_BYTES", 1 << 20)
     monkeypatch.setattr(main, "PROGRESS_S", 0.0)
     save_file({"embed": torch.ones(16, 1 << 17)}, tmp_path / "model.safetensors")  # 8 MiB
     caplog.set_level("INFO")

@@ -359,7 +359,8 @@ def test_rank_waiting_for_others_ends_when_told_to(reference: Reference, rank: i
     """Its main thread is inside torch's store, for ten minutes."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     told = {"RANK": rank, "WORLD_SIZE": 2, "ORCINUS_TP": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    with worker(reference.path, {**told, "TORCHELASTIC_USE_AGENT_STORE": "True"}) as one:
+    told_by_agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "ORCINUS_RANK_TOKEN": "of this replica alone"}
+    with worker(reference.path, {**told, **told_by_agent}) as one:
         until("it waits", lambda: one.says(WAITS))
         one.process.send_signal(number)
         assert one.ends() == 0

@@ -31,7 +31,8 @@ class Handler(http_server.Handler):
         if self.command == "POST":
             self.complete(self.json(), key)
         elif self.server.script == "locked" and key != "Bearer secret":
-            text = f"the API key is {'revoked' if key else 'missing'}; send it as Authorization: Bearer KEY"
+            text = "revoked; send another key" if key else "missing; send it as Authorization: Bearer KEY"
+            text = f"the API key is {text}"
             self.reply(401, {"error": {"message": text}})
         else:
             self.reply(200, {"object": "list", "data": [{"id": "scripted"}]})

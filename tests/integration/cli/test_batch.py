@@ -193,7 +193,7 @@ def test_final_error_is_the_answer_of_its_line(tmp_path: Path, server: ScriptedS
 
 def test_refused_key_stops_the_run_and_writes_nothing(tmp_path: Path, server: ScriptedServer) -> None:
     written(tmp_path / "in", lines_of(3))
-    refusal = {"error": {"message": "the API key is revoked; send it as X-Api-Key: KEY", "type": "x"}}
+    refusal = {"error": {"message": "the API key is revoked; send another key", "type": "x"}}
     server.answer = lambda body, seen: (401, {}, refusal)
     summary = go(tmp_path, server)
     assert summary.stopped == "the API key is revoked; set ORCINUS_API_KEY, or give --api-key"
