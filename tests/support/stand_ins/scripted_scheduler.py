@@ -21,6 +21,7 @@ from shared.wire.columns import pack, unpack
 from tests.support.waiting import until
 
 LEASE_MS = 600_000
+RENEW_S = 1.0
 RUNNING, STOP, LENGTH, CANCELLED, DEADLINE, ERROR = range(6)
 
 
@@ -91,6 +92,10 @@ class ScriptedScheduler:
             "time_ms": int(time.time() * 1000), "iteration": self.step, "last_step": self.step, **fields,
         }  # fmt: skip
         self.client.hset(self.keys.stats(self.shard), mapping=values)
+
+    def renew(self) -> None:
+        """Write the time of the stats anew: a gateway takes a scheduler whose stats stand still for dead."""
+        self.client.hset(self.keys.stats(self.shard), "time_ms", int(time.time() * 1000))
 
     def resign(self) -> None:
         self.client.delete(self.keys.lease(self.shard))
@@ -224,7 +229,11 @@ def answering(
     ending = threading.Event()
 
     def work() -> None:
+        renewed_at = 0.0
         while not ending.is_set():
+            if time.monotonic() - renewed_at >= RENEW_S:
+                renewed_at = time.monotonic()
+                scheduler.renew()
             claimed = scheduler.claim_one()
             if claimed is None:
                 ending.wait(0.005)
