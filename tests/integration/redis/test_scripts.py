@@ -411,6 +411,15 @@ async def test_stop_string_after_the_end_shortens_the_record(client: Any, script
     assert 0 < await client.pttl(KEYS.out("r", 0)) <= KEPT_TTL_MS
 
 
+async def test_cancel_of_a_claimed_request_is_seen_by_the_next_claim(client: Any, scripts: Scripts) -> None:
+    """Its shard may have died with the command unread."""
+    epoch, *_ = await claimed(client, scripts)
+    arguments: list[Any] = [KEYS.prefix, "cancel", b"command", "", ""]
+    assert await scripts.control([KEYS.req("r")], arguments) == b"sent"
+    verdicts = await scripts.claim([KEYS.lease(SHARD)], [epoch, SHARD, KEYS.req("r")])
+    assert verdicts[0] == 1
+
+
 async def test_cancel_is_a_flag_before_the_claim_then_a_command(client: Any, scripts: Scripts) -> None:
     async def cancel(tenant: str = "", gateway: str = "") -> bytes:
         arguments: list[Any] = [KEYS.prefix, "cancel", b"command", gateway, tenant]

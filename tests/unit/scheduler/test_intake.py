@@ -266,6 +266,13 @@ def test_request_at_the_bounds_is_taken() -> None:
     assert decoded(**POOLED).max_tokens == 1
 
 
+def test_deadline_counts_from_the_enqueueing() -> None:
+    """Not from a claim: a request that another shard takes over gets no time anew."""
+    wire = queue_pb2.Request(id="a", n=1, max_tokens=1, deadline_ms=5_000)
+    request = decode(wire, queue_pb2.Prompts(tokens=[pack([5])]), "", 1_000, "g", Clock())
+    assert request.deadline_ns == 6_000 * 1_000_000
+
+
 def test_adapter_of_a_request_parts_its_prefixes_from_those_of_others() -> None:
     found = decoded(cache_salt=b"tenant", adapter=bytes(32))
     assert (found.adapter, found.salt) == (bytes(32), b"tenant" + bytes(32))
