@@ -66,6 +66,16 @@ def test_adopting_gateway_gets_the_rest(shard: Parking) -> None:
     assert shard.core.stats()["parked"] == 0
 
 
+def test_adopted_before_its_gateway_is_gone_is_not_parked(shard: Parking) -> None:
+    shard.arrive("a", "g1")
+    shard.look("g1", "g2")
+    shard.core.adopt("a", "g2")
+    shard.quarantine.on_adopt("a", "g2", shard.house.now)
+    shard.look("g2")
+    shard.look("g2", after_s=GATEWAY_GONE_S)
+    assert set(shard.steps(4)) == {"a"}
+
+
 def test_a_gateway_that_was_only_silent_has_its_requests_back(shard: Parking) -> None:
     shard.arrive("a", "g1")
     shard.lose_the_gateway()
