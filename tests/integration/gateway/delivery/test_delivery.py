@@ -190,6 +190,24 @@ def test_request_without_stream_is_cancelled_when_its_client_leaves(
     assert scheduler.wait_control("cancel", claimed.id).cancel.reason
 
 
+def test_request_that_another_gateway_has_adopted_is_not_cancelled_when_its_client_leaves(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    with raw_post(gateway, body_of(gateway)):
+        adopted = scheduler.claim()
+        scheduler.client.hset(gateway.keys.req(adopted.id), "gateway", "another")
+    with raw_post(gateway, body_of(gateway)):
+        own = scheduler.claim()
+    cancelled: list[str] = []
+
+    def own_is_cancelled() -> bool:
+        cancelled.extend(command.cancel.id for command in scheduler.controls())
+        return own.id in cancelled
+
+    until("the command behind it has come", own_is_cancelled)
+    assert adopted.id not in cancelled
+
+
 def test_pipelined_requests_are_answered_in_order(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     """The second comes in pieces, and a third, while the first is answered."""
     tokens = body_of(gateway) + b" " * 200_000
