@@ -33,7 +33,7 @@ STREAMS = 5
 PAUSE_S = 0.3
 """A stream pauses at least so long while its worker starts again."""
 CONNECTING, REQUESTS = 8, 5
-"""Clients that open a connection for each of so many requests while the gateway starts again."""
+"""Clients, and the requests of each, every one over a new connection, while the gateway starts again."""
 
 
 class BrokenPromiseError(Exception):

@@ -94,7 +94,7 @@ class ScriptedScheduler:
         self.client.hset(self.keys.stats(self.shard), mapping=values)
 
     def renew(self) -> None:
-        """Write the time of the stats anew: a gateway takes a scheduler whose stats stand still for dead."""
+        """Write a new time into the stats. A gateway takes a scheduler for dead five seconds after the last one."""
         self.client.hset(self.keys.stats(self.shard), "time_ms", int(time.time() * 1000))
 
     def resign(self) -> None:
